@@ -219,7 +219,7 @@ class Problems:
         Args:
           where: the place, such as `a.jsonl, line 3`.
           problem: the problem; `{where}` in its key, or else in its fault, is replaced by the first place.
-          fix: the suggested fix; '' suggests to leave that line out; None if the problem includes a fix.
+          fix: the suggested fix; '': the suggestion to remove the line from the file; None: `problem` includes a fix.
         """
         self.count += 1
         if (problem, fix) not in self._places:

@@ -47,7 +47,8 @@ class Scored:
     """The data to evaluate on.
 
     Attributes:
-      parts: name -> examples, a row of the printed table for each: one for each file, or the validation split.
+      parts: name -> examples of a part of the data: one part for each file, or only the validation split. Each part is
+        a row of the printed table.
       byte_lengths: bytes of text for each token id, int [vocabulary]; None if the targets are not text.
       tokenizer: the tokenizer of the examples; None if they are not text.
       num_batches: how many batches of each part to use; 0: all.

@@ -261,8 +261,8 @@ def is_same(path: str | os.PathLike[str], descriptor: int) -> bool:
 def target_problems(flag: str, path: str, example: str, endings: Sequence[str] = ()) -> list[Problem]:
     """Returns an error line if a command cannot write its output file, else []; call it before the command's work.
 
-    Possible problems: the folder does not exist, the path is not a file, this user may not write it, or the name has
-    another ending.
+    Possible problems: the folder does not exist, the path is not a file, this user may not write it, or the ending of
+    the name is not in `endings`.
 
     Args:
       flag: the flag that names the file, for the error.

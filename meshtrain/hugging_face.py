@@ -229,7 +229,7 @@ def _export(arguments: argparse.Namespace) -> None:
 
 @contextlib.contextmanager
 def _complete_folder(to: str) -> Iterator[Path]:
-    """Creates the folder of `--to`, or uses an empty one; if the block fails, deletes the files that it has written."""
+    """Creates the folder of `--to`, or uses it if it is empty; if the block fails, deletes the files of the block."""
     target = expand_user(to).absolute()
     try:
         with output_files.writing("--to", to):

@@ -239,10 +239,10 @@ def options_problem(key: str, name: str, options: UserObject) -> Problem | None:
 
 
 def _shared_problem(path: str, own: type, group: Options) -> Problem | None:
-    """Returns a problem if a function's option has the name of an existing option but another default, else None.
+    """Returns a problem if a function's option has the name of an existing option but a different default, else None.
 
-    A saved configuration contains all defaults. It would contain the existing default, and nobody could see whether the
-    user chose it.
+    Such an option would have two defaults. A saved configuration contains all defaults, so nobody could see in it
+    whether the user chose the value.
 
     Args:
       path: the dotted key of the group in the configuration.

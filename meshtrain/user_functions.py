@@ -101,7 +101,8 @@ def import_function(key: str, name: str, names: Sequence[str], near: str = "") -
       near: the suggested value in errors; '': the first of `names`.
 
     Raises:
-      UserError: one line: the name has another form, its module cannot be imported, or the module has no such function.
+      UserError: one line: the name is not `package.module:function`, its module cannot be imported, or the module has
+        no such function.
     """
     if name in plugin_names(key):
         place, _, attribute = EXTENSION_POINTS[key].optional_names[name].partition(":")
@@ -177,8 +178,8 @@ def call_user_function(
       call: the values of the arguments as text, which errors contain after the exception.
 
     Raises:
-      UserError: the function raises it; or one line: there is no such function, it takes other arguments, or it raises
-        another exception.
+      UserError: the function raises a UserError; or one line: there is no such function, it cannot be called with
+        `given`, or it raises a different exception.
     """
     function = import_function(key, name, names)
     try:

@@ -220,7 +220,8 @@ def unknown_arguments(arguments: Sequence[str], allowed: Sequence[str]) -> list[
 def _nearest_argument(argument: str, allowed: Sequence[str]) -> str:
     """Returns the suggestion at the end of the error line for an unknown argument, such as `; nearest: --config.seed`.
 
-    Returns '' if the argument is not similar to a known mistake.
+    There is a suggestion for a short form of a flag (`-c`), for an option without `--config.`, and for an option of
+    another program. Otherwise the result is ''.
 
     Args:
       argument: the unknown argument.
@@ -433,7 +434,7 @@ def convert(value: Value, kind: type, *, is_text: bool = False, bounds: tuple[fl
       bounds: the range of the whole number that the error suggests instead of a fraction.
 
     Raises:
-      UserError: the value cannot be converted to this type; the problem has no key.
+      UserError: the value cannot be converted to this type. The error has no key; the caller adds the option's name.
     """
     if kind is str and isinstance(value, str):
         if is_utf8(value) and "\0" not in value:

@@ -29,7 +29,7 @@ _JAMO = range(0x1160, 0x1200)  # Korean letters that compose with the preceding 
 
 
 class _Place(NamedTuple):
-    """A place in a text, and the effects that the tokenizer's steps up to now have there.
+    """A place in a text, and the effects of the tokenizer's steps so far on this place.
 
     Attributes:
       left: the character before the place, as transformed by the steps.

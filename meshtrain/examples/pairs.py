@@ -89,7 +89,7 @@ def pack_pairs(
     end_id: int = 0,
     lengths: np.ndarray | None = None,
 ) -> PairExamples:
-    """Packs pairs into examples of fixed lengths; each example has as many consecutive pairs as fit on both sides.
+    """Packs consecutive pairs into examples of fixed lengths, as many as fit into both source and target length.
 
     Args:
       pairs: pairs by index, without begin and end tokens. A source has at most S - 1 tokens and a target at most T - 1,

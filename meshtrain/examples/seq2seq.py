@@ -219,7 +219,7 @@ class End(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Returns `x` with each position normalized; with post-norm the values are unchanged."""
+        """Returns `x` with each position normalized; with post-norm, returns `x` itself."""
         o = self.options
         if o.norm_placement == "pre":
             x = Norm(o.norm, o.norm_epsilon, o.biases, self.placement, name="norm")(x)

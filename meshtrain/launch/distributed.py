@@ -280,7 +280,7 @@ def _meet(how: cluster.Arguments) -> None:
 
 
 def _simulate(num_devices: int) -> None:
-    """Sets the number of CPU devices that JAX simulates; no effect if it is already as large, or if JAX is in use.
+    """Sets the number of CPU devices that JAX simulates, unless a larger number is set already or JAX is in use.
 
     Raises:
       UserError: the number is above 8192, the largest number that JAX can simulate.

@@ -63,7 +63,7 @@ def end_together() -> None:
 def telling_errors() -> Iterator[None]:
     """Context manager: publishes a UserError of the block to the other processes immediately.
 
-    So they end even if an enclosing block of this process waits for other processes or threads.
+    So the other processes end even if an enclosing block of this process waits for processes or threads.
     """
     try:
         yield

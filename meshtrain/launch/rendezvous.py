@@ -1,9 +1,10 @@
 """Exchanges messages between the processes of a job before JAX connects them, over TCP, with time limits.
 
-If a process is missing, JAX ends the others without a message that names the missing process. So here process 0 listens
-on the port that JAX will use. The other processes connect, and stay connected after process 0 has stopped listening, so
-that process 0 can name missing or hanging processes in any state of JAX. A message is one line of JSON. `roll_call` is
-used by the command `doctor`, by `meet` at the start of a run, and by `tell` for a process that cannot start.
+If a process is missing, JAX ends all processes without a message that names the missing process. So process 0 first
+listens on the port that JAX will use. The other processes connect, and stay connected after process 0 has stopped
+listening, so that process 0 can name missing or hanging processes in any state of JAX. A message is one line of JSON.
+`roll_call` is used by the command `doctor`, by `meet` at the start of a run, and by `tell` for a process that cannot
+start.
 """
 
 import contextlib
@@ -241,7 +242,7 @@ class Hub:
         self._selector.register(self._server, selectors.EVENT_READ, self._server)
 
     def exchange(self, name: str, value: Json, seconds: float) -> Said:
-        """Collects a message of all processes; returns process number -> value, and sends the same to all of them.
+        """Collects a message of all processes; returns process number -> value, and sends this result to all processes.
 
         Args:
           name: the name of the message.

@@ -77,7 +77,7 @@ def read(assembly: Assembly) -> Params:
     Stacked layers are in layer order, before they are regrouped for pipeline stages.
 
     Raises:
-      UserError: the weights have other shapes or dtypes than the model.
+      UserError: the weights differ from the model's weights in shapes or dtypes.
     """
     base, found = weights.base_weights(assembly.config)
     params, rounded = _loadable_params(assembly, base, found)
@@ -94,8 +94,8 @@ def _loadable_params(assembly: Assembly, base: str, found: adapters.Adapters | N
     never trains. A kind is not loaded if the checkpoint contains no parameter of this kind. Neither kind is loaded from
     a peft folder, or from a Hugging Face folder if the task is not a decoder.
 
-    The paths are the paths of all frozen parameters if `precision.frozen_dtype` is set: their saved dtype may differ
-    from it, and they are cast when they are read. With `auto` there are no paths.
+    If `precision.frozen_dtype` is a dtype, the paths are the paths of all frozen parameters, which are cast to this
+    dtype when they are read. If it is `auto`, there are no paths.
 
     Args:
       assembly: the run's assembly.

@@ -76,7 +76,8 @@ def refuse_unequal_data(config: Config, corpus: Dataset, start_step: int) -> Non
       start_step: the step of the newest checkpoint; 0 for a new run.
 
     Raises:
-      UserError: a process has other data or another order than process 0; one line, the same in all processes.
+      UserError: the data of a process differ from process 0's data, or their order does; every process raises the same
+        line.
     """
     if peers.count() == 1:
         return

@@ -29,7 +29,7 @@ def begin(session: Session) -> Start:
     """Creates or restores the state while the step compiles, and writes the run's configuration into its folder.
 
     Raises:
-      UserError: the checkpoint has other arrays than the model, all checkpoints are damaged, or a device is out of
+      UserError: the arrays of the checkpoint do not match the model, all checkpoints are damaged, or a device is out of
         memory.
     """
     assembly, run, is_main = session.assembly, session.run, peers.is_main_process()
@@ -59,7 +59,7 @@ def restore_or_initialize(assembly: Assembly, checkpoints: Checkpoints) -> tuple
     If nothing was saved, it returns `initial_state`, step 0, and no values.
 
     Raises:
-      UserError: the checkpoint has other arrays than this model; or all checkpoints are damaged.
+      UserError: the arrays of the checkpoint do not match the model; or all checkpoints are damaged.
     """
     start_seconds = time.perf_counter()
     step, damaged = checkpoints.newest_whole()
@@ -124,7 +124,7 @@ def initial_state(assembly: Assembly) -> TrainState:
     """Returns the state before the first step: initial weights, or the weights of `init_from` plus adapters.
 
     Raises:
-      UserError: the weights of `init_from` have other shapes or dtypes than the model.
+      UserError: the weights of `init_from` differ from the model's weights in shapes or dtypes.
     """
     config = assembly.config
     # Read before the initial state is compiled, so that wrong shapes raise an error early.

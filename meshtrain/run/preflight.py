@@ -189,8 +189,8 @@ def refuse_unequal_processes(config: Config, run: Path) -> None:
     Processes that differ would deadlock in their first collective. All processes call it.
 
     Raises:
-      UserError: all differences between versions; without one, between configurations; without one, between newest
-        checkpoints. Every process raises the same lines.
+      UserError: one line for each difference in versions. If versions are equal, one line for each difference in
+        configurations; if these are equal as well, in the newest checkpoint. Every process raises the same lines.
     """
     if peers.count() == 1:
         return

@@ -252,7 +252,7 @@ def stops_without(lost: Callable[[], str], asked: list[str]) -> bool:
 
     Args:
       lost: () -> an error line if this process's metrics file was deleted or replaced, else ''.
-      asked: the lines for which process 0 has already sent SIGTERM; extended in place.
+      asked: a list that is empty until process 0 has sent SIGTERM; then it contains the error line.
     """
     if not (line := lost()) or peers.count() == 1:
         return bool(line)

@@ -57,7 +57,8 @@ class Start:
     Attributes:
       state: the initial or the restored training state.
       step: the number of steps that are completed in this state.
-      restored: metrics of the restore, such as `restore_seconds`; empty if nothing was restored.
+      restored: metrics about reading the state from a checkpoint, such as `restore_seconds`; empty if no checkpoint was
+        read.
       program: the compiled training step.
       train_step: (step, state, batch) -> (state, metrics), for the loop.
     """
@@ -106,7 +107,8 @@ def observing(session: Session, start: Start) -> Iterator[tuple[loop.Observers, 
 
     Args:
       session: the objects of the run.
-      start: the state before the first step; its metrics of the restore are written.
+      start: the state before the first step. If it was restored from a checkpoint, `start.restored` (metrics such as
+        `restore_seconds`) is written as a row of metrics.
     """
     config, run, is_main, n = session.assembly.config, session.run, peers.is_main_process(), peers.count()
     with (

@@ -173,7 +173,7 @@ def sample(
 def sample_tokens(config: Config, num_parameters: int) -> int:
     """Returns the maximum number of tokens in the final sample; 0: no sample.
 
-    If `config.sample_tokens` is negative, it is 160, or 0 for a model with more than 10 million parameters.
+    If `config.sample_tokens` is negative, the result is 160, or 0 for a model with more than 10 million parameters.
     """
     if config.sample_tokens >= 0:
         return config.sample_tokens

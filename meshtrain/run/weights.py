@@ -61,9 +61,10 @@ def base_weights(config: Config) -> tuple[str, Adapters | None]:
 
 
 def content(config: Config) -> dict[str, Json]:
-    """Returns a fact about a run's starting weights, to compare the copies of several machines.
+    """Returns {name: value} that identifies the content of a run's starting weights, to compare them across machines.
 
-    It is a hash of the tensors of a Hugging Face folder, or the newest checkpoint of another run.
+    For a Hugging Face folder, the value is a hash of its tensors. For another run, it is the step and the hash of its
+    newest checkpoint.
     """
     base, _ = base_weights(config)
     if hf_config.is_described(base):
@@ -123,7 +124,7 @@ def weights_problems(config: Config, directory: str | Path, step: int | None = N
 
 
 def _tokenizer_problem(config: Config, folder: Path) -> list[Problem]:
-    """Returns a problem if the run's tokenizer has another vocabulary than a Hugging Face folder's tokenizer, else [].
+    """Returns a problem if the vocabularies of the run's and a Hugging Face folder's tokenizer differ, else [].
 
     Added tokens may differ.
     """

@@ -87,9 +87,9 @@ def check(run: Path, config: Config, *, is_saved: bool) -> list[Problem]:
 
 
 def _out_of_place(run: Path) -> list[Problem]:
-    """Returns an error line for each of the run's files and folders that exists but is of another kind or not writable.
+    """Returns an error line for each path in the run's folder that is not of the expected kind, or is not writable.
 
-    For example, `config.json` may be a folder.
+    For example, `config.json` must be a file, but may be a folder. Missing files and folders are no errors.
     """
     problems = []
     for name, wanted in {**dict.fromkeys(_FILES, "a file"), **dict.fromkeys(_FOLDERS, "a folder")}.items():
@@ -212,7 +212,7 @@ def _remove_beginning(run: Path, folder: int, names: Sequence[str], made: Sequen
       run: the run's folder.
       folder: the file descriptor of this folder, opened by this process.
       names: the names of files and folders in `run` that did not exist before the run.
-      made: the folders that were created for the run: `run`, then its parents. Empty ones are deleted too.
+      made: the folders that were created for the run: `run`, then its parents. They are also deleted if they are empty.
     """
     metrics, checkpoints = run / METRICS_FILE, run / CHECKPOINTS
     if _lost(run, folder):
@@ -319,7 +319,7 @@ def remember(run: Path, name: str, compute: Callable[[], Json]) -> Json:
 
 
 def record_saved(run: Path, step: int) -> None:
-    """Records `step` in corpus.json as the run's first saved step, unless one is recorded; ignores disk errors."""
+    """Records `step` in corpus.json as the run's first saved step if it has none yet; ignores disk errors."""
     with contextlib.suppress(OSError):
         remember(run, _SAVED, lambda: step)
 
@@ -351,7 +351,7 @@ def _facts(run: Path) -> JsonObject:
     """Returns the entries of corpus.json; an empty object if the file is missing.
 
     Raises:
-      UserError: the file is not a JSON object, or an entry has another type than the run wrote.
+      UserError: the file is not a JSON object, or an entry does not have the type that a run writes.
     """
     facts = _read_json(run / CORPUS_FILE)
     for name, value in facts.items():

@@ -140,7 +140,7 @@ def mark_tokenizer(loaded: "tokenizers.Tokenizer", special: Mapping[str, int]) -
 
 
 def _hide(model: JsonObject, special: Mapping[str, int]) -> None:
-    """Renames special tokens in a model's vocabulary to `MARK` + text, in place, because some models would match them.
+    """Renames special tokens in a model's vocabulary to `MARK` + text, in place; some models would match their text.
 
     In a BPE model, a special token that a merge needs is not renamed.
 

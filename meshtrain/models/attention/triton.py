@@ -111,7 +111,7 @@ def _backward(
 def _for_each_query(x: jax.Array, q: jax.Array) -> jax.Array:
     """Repeats keys or values [b, T, G, H] to the query heads of `q`, [b, T, N, H].
 
-    The kernel does not support grouped queries.
+    The kernel requires this, because it does not support grouped queries.
     """
     return jnp.repeat(x, q.shape[2] // x.shape[2], axis=2)
 

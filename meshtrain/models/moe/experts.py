@@ -158,10 +158,10 @@ def _sums(
 ) -> LayerSums:
     """Returns the auxiliary loss of one layer's router, a float32 scalar, and the layer's metrics.
 
-    `balance_weight` has the meaning of `router_aux_loss_coef` in transformers (`load_balancing_loss_func`): a mean over
-    the layers with experts and a sum over the k choices of a token, which is k for an even load. `routing.balance` is 1
-    for an even load, so it is multiplied by k. The z loss is a sum over layers. The metrics `balance_loss` and `z_loss`
-    are means over layers.
+    `balance_weight` has the meaning of `router_aux_loss_coef` in transformers: the weight of a balance loss that is a
+    mean over the layers with experts, and k (experts per token) for an even load (`load_balancing_loss_func`).
+    `routing.balance` is 1 for an even load, so it is multiplied by k. The z loss is a sum over layers. The metrics
+    `balance_loss` and `z_loss` are means over layers.
 
     Args:
       options: options of the decoder, with the weights of the losses.
