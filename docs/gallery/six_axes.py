@@ -1,4 +1,4 @@
-"""A custom model on all six axes: each layer reads a token and the mean of the preceding tokens.
+"""A custom model on all six axes: each layer combines a token with the mean of all tokens up to this token.
 
 python -m meshtrain train --config=docs/gallery/six_axes.py   (64 devices, simulated if not available)
 """
@@ -16,7 +16,7 @@ from meshtrain.models.task import Batch, LayerSums, Loss, Params, Stages, Task, 
 from meshtrain.options import option
 from meshtrain.sharding.placement import Placement
 
-NUM_TOKENS, NUM_ROWS = 257, 384  # bytes and an end; rows of the table, which can be split
+NUM_TOKENS, NUM_ROWS = 257, 384  # 256 bytes and an end token; rows of the table, padded so that axes can split it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Options:
 
 
 def means(config: Config, placement: Placement) -> Task:
-    """Returns the task. D: width, b, T: sequences and tokens of a microbatch, n: layers of a call."""
+    """Returns the task. D: width; b, T: sequences and tokens in a microbatch; n: layers in a call of `repeated`."""
     d, n = config.model.width, config.model.num_layers
     shapes = {"token": (d, 2 * d), "before": (d, 2 * d), "down": (2 * d, d)}
     axes = {"token": ("embed", "mlp"), "before": ("embed", "mlp"), "down": ("mlp", "embed")}
@@ -74,7 +74,7 @@ means.options = Options
 
 
 def get_config() -> ConfigDict:
-    """The configuration: this task on 2 devices along each axis."""
+    """Returns the configuration: this task on 2 devices along each mesh axis."""
     config = default(task="docs.gallery.six_axes:means")
     for axis in config.mesh:
         config.mesh[axis] = 2
