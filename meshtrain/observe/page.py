@@ -34,7 +34,7 @@ def heading(text: str, level: int = 2) -> str:
     return f"<h{level}>{html.escape(text)}</h{level}>"
 
 
-def as_it_stands(text: str) -> str:
+def preformatted(text: str) -> str:
     """Returns a text as a preformatted HTML block, which keeps line breaks and spaces."""
     return f"<pre>{html.escape(text)}</pre>"
 

@@ -3,7 +3,7 @@
 import html
 
 from meshtrain.observe.charts import ACTIVATIONS, EXTRA, PEAK, bars, scatter
-from meshtrain.observe.page import as_it_stands, heading, page
+from meshtrain.observe.page import heading, page, preformatted
 from meshtrain.plan import text_report
 from meshtrain.plan.planner import Plan
 from meshtrain.plan.search import ranking
@@ -36,7 +36,7 @@ def plan_page(plan: Plan) -> str:
             for pair in ((f"{axis}, sent", text_report.sent_along(plan, axis)), (f"{axis}, least", size))
         ]
         charts += [heading("Compared with the minimum of each axis"), bars(least, None, step=2)]
-    charts += [heading("The whole report"), as_it_stands(text_report.text(plan))]
+    charts += [heading("The whole report"), preformatted(text_report.text(plan))]
     return page(f"Plan for {plan.cluster.text}", charts)
 
 
@@ -51,5 +51,5 @@ def search_page(found: ranking.Found) -> str:
     parts = []
     if points:
         parts += [heading("Memory against modelled time"), scatter(points, capacity)]
-    parts += [heading("The table"), as_it_stands(ranking.text(found))]
+    parts += [heading("The table"), preformatted(ranking.text(found))]
     return page(f"Search on {found.cluster.text}", parts)

@@ -48,7 +48,7 @@ def open_runs(paths: Sequence[str]) -> tuple[list[Run], list[Problem]]:
     for path, name in zip(paths, names, strict=True):
         folder = expand_user(path)
         try:
-            _refuse_other_places(path, folder)
+            _refuse_outside_paths(path, folder)
             if (real := folder.resolve()) in seen:
                 raise UserError(Problem("RUN", got=f"'{path}' twice", allowed="each run once", nearest="leave one out"))
             seen.add(real)
@@ -61,7 +61,7 @@ def open_runs(paths: Sequence[str]) -> tuple[list[Run], list[Problem]]:
     return found, problems
 
 
-def _refuse_other_places(path: str, folder: pathlib.Path) -> None:
+def _refuse_outside_paths(path: str, folder: pathlib.Path) -> None:
     """Raises UserError unless a path is a folder with the files of a run.
 
     Args:

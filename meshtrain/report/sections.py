@@ -12,7 +12,7 @@ import numpy as np
 from meshtrain.cli.flags import flatten
 from meshtrain.cli.tables import format_bytes
 from meshtrain.observe.charts import ACTIVATIONS, EXTRA, PEAK, bars
-from meshtrain.observe.page import as_it_stands, fold, heading, page, table
+from meshtrain.observe.page import fold, heading, page, preformatted, table
 from meshtrain.observe.run_files import EPOCHS, EVALUATED
 from meshtrain.report import loads
 from meshtrain.report.curves import figure, metrics
@@ -53,7 +53,7 @@ def run_page(runs: Sequence[Run], pictures: Sequence[str]) -> str:
     parts += pictures
     for run in (run for run in runs if run.texts):
         parts += [heading(f"Prompts at evaluations of {run.name}"), table(run.texts, ["step", "prompt", "text"], ">")]
-    samples = [part for run in runs if run.sample for part in (heading(run.name, 3), as_it_stands(run.sample))]
+    samples = [part for run in runs if run.sample for part in (heading(run.name, 3), preformatted(run.sample))]
     if samples:
         parts += [heading("Samples, generated at the end"), *samples]
     return page(", ".join(run.name for run in runs), parts)
@@ -157,7 +157,7 @@ def _configurations(runs: Sequence[Run]) -> list[str]:
         names = [run.name for run in runs]
         parts.append(table(rows, ["field", *names]) if rows else "<p>The configurations are the same.</p>")
     for run in runs:
-        parts.append(fold(f"all of {run.name}", as_it_stands(json.dumps(run.config, indent=2))))
+        parts.append(fold(f"all of {run.name}", preformatted(json.dumps(run.config, indent=2))))
     return parts
 
 

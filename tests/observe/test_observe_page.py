@@ -9,7 +9,7 @@ SAFE = "&lt;script&gt;alert(&#x27;1&#x27;)&lt;/script&gt; &amp; &quot;2&quot;"
 def test_text_is_escaped_everywhere():
     parts = [
         page.heading(RISKY, 3),
-        page.as_it_stands(RISKY),
+        page.preformatted(RISKY),
         page.fold(RISKY, ""),
         page.table([[RISKY, "2"]], [RISKY, "n"], "<>"),
     ]

@@ -99,7 +99,7 @@ def memory(compiled: Compiled, cluster: Cluster, program: Program | None) -> Mem
         capacity_bytes=capacity,
         uncertainty_bytes=uncertainty,
         unread=tuple(name for name, _ in unread),
-        buffers=amax(program) if program else (),
+        buffers=largest_buffers(program) if program else (),
         fits=fits(stats.peak_bytes if stats else None, capacity, uncertainty, refused=bool(compiled.refusal)),
     )
 
@@ -136,7 +136,7 @@ def unread_arguments(assembly: Assembly, program: Program | None) -> list[tuple[
     return [(name, bytes_of_device(leaf)) for name, leaf in assembly.batch.items() if f"batch['{name}']" not in text]
 
 
-def amax(program: Program) -> tuple[Buffer, ...]:
+def largest_buffers(program: Program) -> tuple[Buffer, ...]:
     """Returns the largest arrays that a program allocates outside of fusions, largest first.
 
     There are at most `NUM_BUFFERS_SHOWN` arrays. Arrays with the same source line and shape are listed once. Arrays in

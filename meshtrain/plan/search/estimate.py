@@ -123,7 +123,7 @@ def _stack(config: Config, shape: Mapping[str, int], task: Task) -> Stack | None
     return stack_of(task.stages, shape[PIPELINE], config.pipeline.num_chunks)
 
 
-def _places_a_layer(config: Config, shape: Mapping[str, int], task: Task) -> float:
+def _padding_factor(config: Config, shape: Mapping[str, int], task: Task) -> float:
     """Returns (layers + padding layers) / layers, which multiplies work and memory; 1 without a pipeline."""
     stack = _stack(config, shape, task)
     return stack.num_places / stack.num_layers if stack else 1.0
@@ -171,7 +171,7 @@ def estimate_bytes(config: Config, shape: Mapping[str, int], weights: Weights) -
       weights: the abstract training state of the task.
     """
     cost = _cost(config, shape)
-    kept = _microbatches_kept(config, shape) * cost.kept_bytes * _places_a_layer(config, shape, weights.task)
+    kept = _saved_microbatches(config, shape) * cost.kept_bytes * _padding_factor(config, shape, weights.task)
     kept += cost.working_bytes
     return state_bytes(config, shape, weights) + kept
 
@@ -194,7 +194,7 @@ def _chunks(config: Config, shape: Mapping[str, int]) -> int:
     return config.pipeline.num_chunks if shape[PIPELINE] > 1 else 1
 
 
-def _microbatches_kept(config: Config, shape: Mapping[str, int]) -> float:
+def _saved_microbatches(config: Config, shape: Mapping[str, int]) -> float:
     """Returns the number of microbatches whose activations the busiest pipeline stage stores for the backward pass.
 
     The number is a fraction if the stage stores only some chunks of a microbatch. In an alternating schedule with V
@@ -236,7 +236,7 @@ def estimate_seconds(
     policy = config.remat.policy
     again = 1.0 if policy == "full" else 1 - attention if policy == "save_attention" else 0.0
     work = task.num_units * flops / math.prod(shape.values()) * (1 + again / 3)
-    bubble = (1 + (shape[PIPELINE] - 1) / (parts * _chunks(config, shape))) * _places_a_layer(config, shape, task)
+    bubble = (1 + (shape[PIPELINE] - 1) / (parts * _chunks(config, shape))) * _padding_factor(config, shape, task)
     sent = sum(_sending_seconds(config, shape, weights, accelerator, devices_each).values())
     # Each microbatch reads its gradients and the gradient sums, and writes the sums.
     summed = weights.num_parameters / math.prod(shape[axis] for axis in (*storage_axes(), TENSOR, PIPELINE))

@@ -7,7 +7,7 @@ from meshtrain.config.schema import Config
 from meshtrain.errors import Problem, refusals
 from meshtrain.files import JsonObject
 from meshtrain.observe.charts import Line, Panel, line_chart, picture
-from meshtrain.observe.page import as_it_stands, heading, page
+from meshtrain.observe.page import heading, page, preformatted
 from meshtrain.plan.cluster.clusters import Cluster
 from meshtrain.plan.scheduled_hlo import Work
 from meshtrain.plan.timing.streams import Assumptions
@@ -98,5 +98,5 @@ def scaling_page(found: Scaling) -> str:
     parts = []
     if panels := scaling_panels(found):
         parts += [heading("Speedup and efficiency"), line_chart(panels, NOTE)]
-    parts += [heading("The tables"), as_it_stands(scaling_report.text(found))]
+    parts += [heading("The tables"), preformatted(scaling_report.text(found))]
     return page(f"Scaling on {found.cluster.text.partition(':')[0]}", parts)
