@@ -120,7 +120,10 @@ def unused(
 
 
 def _reason(conditions: Conditions, groups: Sequence[tuple[str, Options]], known: Mapping[str, Value]) -> str:
-    """Returns the last condition that is false, as `key=value` or a statement; '' if all are true."""
+    """Returns the last condition that is false, as `key=value` or a statement; '' if all conditions are true.
+
+    `groups` and `known` provide the values of conditions, as in `_named`.
+    """
     reason = ""
     for name, values in conditions.items():
         key, value = _named(name, groups, known)
@@ -131,9 +134,14 @@ def _reason(conditions: Conditions, groups: Sequence[tuple[str, Options]], known
 
 
 def _named(name: str, groups: Sequence[tuple[str, Options]], known: Mapping[str, Value]) -> tuple[str, Value]:
-    """Returns key and value of the field that a condition names; ('', None) if there is none.
+    """Returns the dotted key and the value of the field that a condition names; ('', None) if no such field is known.
 
-    A field of the same class comes first, then `known`, then fields of the groups around it.
+    A field of the option's class takes precedence over `known`, and `known` over fields of the surrounding groups.
+
+    Args:
+      name: the condition, a key of `only_for`.
+      groups: (path, options) of the option's class and of the groups that contain it, the innermost first.
+      known: condition -> value, for conditions that are not fields.
     """
     if name in known and not hasattr(groups[0][1], name):
         return name, known[name]
@@ -144,7 +152,7 @@ def _named(name: str, groups: Sequence[tuple[str, Options]], known: Mapping[str,
 
 
 def dims(options: Options, path: str) -> dict[str, tuple[str, Value]]:
-    """Returns logical axis -> (dotted key, value) of the option that sets its size; groups are included."""
+    """Returns logical axis -> (dotted key, value) of the option that sets the size of the axis; groups are included."""
     result = dict[str, tuple[str, Value]]()
     for field in dataclasses.fields(options):
         key, value = f"{path}.{field.name}", getattr(options, field.name)
@@ -167,7 +175,7 @@ def function_field(options: Options) -> str:
 
 
 def add_user_options(options: Options, path: str, name: Value) -> Options:
-    """Returns default options, extended by the options of the function that the field `function_field(options)` names.
+    """Returns default options of a group, extended by the options of the function that the group names.
 
     The class of the result inherits from the function's options class and from the class of `options`, so the function
     gets an object of its options class.

@@ -1,4 +1,4 @@
-"""Imports functions and modules by name: of optional packages and of the user's code, with their errors as one line.
+"""Imports functions and modules of optional packages and of user code by name; converts their errors to one line.
 
 `EXTENSION_POINTS` lists each option that can name a function. The modules of a command are imported here too, when the
 command starts.
@@ -241,7 +241,7 @@ def wrap_user_errors(problem: Problem, call: str = "") -> Iterator[None]:
 
 
 def _exception_text(error: BaseException) -> str:
-    """Returns the type and first line of an exception in a user's code, and its file and line."""
+    """Returns an exception of user code as text: its type, the first line of its message, and its file and line."""
     frames = traceback.extract_tb(error.__traceback__)
     frame = next((one for one in reversed(frames) if "site-packages" not in one.filename), frames[-1])
     return f"{type(error).__name__}: {first_line(error)} ({frame.filename}:{frame.lineno})"
@@ -278,7 +278,7 @@ def _import_user_module(key: str, name: str, module_name: str, allowed: str, nea
 
 
 def function_name(given: UserObject) -> str:
-    """Returns `package.module:function`, the name with which `import_function` imports it."""
+    """Returns the name `package.module:function` of a function, or of an object's class, as for `import_function`."""
     kind = given if hasattr(given, "__qualname__") else type(given)
     return f"{kind.__module__}:{kind.__qualname__}"
 
@@ -335,7 +335,7 @@ def import_modules(*names: str) -> list[ModuleType]:
 
 
 def _refusal(error: Exception) -> Problem | None:
-    """Returns the problem of the environment variable or package that made an import fail; None for a bug."""
+    """Returns the problem with the environment variable or package that made an import fail; None for a bug of ours."""
     named = [name for name in os.environ if name.startswith("JAX_") and name.lower() in str(error).lower()]
     if named:
         name = max(named, key=len)

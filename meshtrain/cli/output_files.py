@@ -1,4 +1,4 @@
-"""Writes the files and pictures that flags name; each write error is one line about the flag."""
+"""Writes files and pictures whose paths are set by flags; each write error is one line about the flag."""
 
 import contextlib
 import io
@@ -22,7 +22,7 @@ def unwritable(folder: pathlib.Path, flag: str = "--workdir", example: str = "ru
     Args:
       folder: the path of the folder.
       flag: the flag that sets the folder, with which the line starts.
-      example: the value that the line suggests.
+      example: the value of the flag that the line suggests.
     """
     existing = folder.absolute()
     if folder.parts[:1] and folder.parts[0].startswith("~"):
@@ -62,7 +62,7 @@ def unwritable(folder: pathlib.Path, flag: str = "--workdir", example: str = "ru
 
 @contextlib.contextmanager
 def writing(flag: str, path: str) -> Iterator[None]:
-    """Raises UserError if the `with` block cannot write the file that a flag sets.
+    """Context manager: raises UserError if the `with` block cannot write the file whose path a flag sets.
 
     Args:
       flag: the name of the flag, for the error.
@@ -82,7 +82,7 @@ def writing(flag: str, path: str) -> Iterator[None]:
 
 
 def write(flag: str, path: str, content: str | bytes) -> None:
-    """Writes a file that a flag sets. The content is first written to a new file, which then replaces `path`.
+    """Writes a file whose path a flag sets. The content is first written to a new file, which then replaces `path`.
 
     Args:
       flag: the name of the flag, for the error.
@@ -97,7 +97,7 @@ def write(flag: str, path: str, content: str | bytes) -> None:
 
 
 def write_picture(flag: str, path: str, figure: "Figure", **how: Any) -> None:
-    """Writes a figure into a file that a flag sets, in the format of the file's ending.
+    """Writes a figure into a file whose path a flag sets, in the format of the path's ending.
 
     Args:
       flag: the name of the flag, for the error.

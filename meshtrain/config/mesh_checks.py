@@ -1,7 +1,7 @@
 """Checks a configuration against a mesh: the batch, sequences, pipeline stages, and the storage of weights.
 
-The functions take the sizes of the mesh as {axis: size}. The size of an unknown axis is passed as 1, which can hide a
-problem but never reports a wrong one.
+The functions take the sizes of the mesh as {axis: size}. If the size of an axis is not known yet, callers pass 1, which
+can hide a problem but never reports a wrong one.
 """
 
 import dataclasses
@@ -31,7 +31,11 @@ def check(
 ) -> list[Problem]:
     """Returns a problem for each reason why a resolved configuration does not fit a mesh of these sizes.
 
-    For the task function and the rules see `resolve`.
+    Args:
+      config: a resolved configuration.
+      mesh_shape: the size of each mesh axis.
+      make_task: the caller's task function; None: the function that `config.task` names.
+      rules: logical axis -> mesh axes for the task's weights; None: the built-in table.
     """
     return on_mesh(config, mesh_shape, make_task or tasks.find(config.task), rules)
 
@@ -39,9 +43,10 @@ def check(
 def check_filled(
     config: Config, mesh_shape: Mapping[str, int], make_task: MakeTask | None = None, rules: Rules | None = None
 ) -> list[Problem]:
-    """Returns the problems of `check` for a mesh whose axis of size -1 is filled in; none if no axis had size -1.
+    """Returns the problems of `check` if an axis of `config.mesh` has size -1, else [].
 
-    Without such an axis, `resolve` has checked the configuration already.
+    Without an axis of size -1, `resolve` has checked the configuration already. The arguments are the
+    arguments of `check`; `mesh_shape` has the size that replaces -1.
     """
     is_open = -1 in dataclasses.astuple(config.mesh)
     return check(config, mesh_shape, make_task, rules) if is_open else []
@@ -55,10 +60,10 @@ def on_mesh(
     *,
     is_open: bool = False,
 ) -> list[Problem]:
-    """Returns the problems of `check`; without a task function only those that do not depend on the task.
+    """Returns the problems of `check`; if `function` is None, only problems that do not depend on the task.
 
     If `is_open` (an axis of the mesh has size -1) and there is no other problem, the placement of the weights is not
-    checked. `check_filled` checks it later.
+    checked. `check_filled` checks the placement later, with the final size of the axis.
     """
     rules = rules_of_level(rules or default_rules(config.layout), config.zero.effective_level)
     num_groups = config.local_steps.groups if config.local_steps.period else 0
@@ -100,7 +105,10 @@ def on_mesh(
 
 
 def _in_stages(config: Config, mesh_shape: Mapping[str, int], task: Task, *, has_option: bool) -> list[Problem]:
-    """Returns a problem for each reason why a pipeline of this size cannot run the task."""
+    """Returns a problem for each reason why the mesh's pipeline stages cannot run the task.
+
+    If `has_option`, problems name the option `model.num_layers`, else the attribute `Task.stages.num_layers`.
+    """
     size = mesh_shape["pipeline"]
     if task.stages is None:
         return [
@@ -124,7 +132,8 @@ def _in_stages(config: Config, mesh_shape: Mapping[str, int], task: Task, *, has
 def _rounding_problems(config: Config, stack: Stack) -> list[Problem]:
     """Returns a problem for each option that asks for random rounding, if layers are spread unevenly over stages.
 
-    The random bits depend on a value's place in memory, which then differs from its place on a single device.
+    The random bits depend on a value's index in its array. With an uneven spread, which pads the array, this index
+    differs from the index on a single device.
     """
     if stack.places_of_layers is None:
         return []
@@ -169,11 +178,11 @@ def batch_problems(
     """Returns a problem if the global batch does not divide by (data x fsdp) x microbatches.
 
     Args:
-      batch_size: in sequences.
-      rules: used for the mesh axes that split the `batch` dim of activations.
+      batch_size: the global batch size in sequences.
+      rules: the sharding rules, which state the mesh axes that split the `batch` dim of activations.
       mesh_shape: the size of each mesh axis.
-      num_microbatches: parts that are computed one after the other.
-      num_groups: the number of groups that train separately, and divide the batch in place of the data axis; 0: none.
+      num_microbatches: the number of microbatches of a step, from `num_microbatches`.
+      num_groups: the number of separately trained groups, which split the batch instead of the data axis; 0: no groups.
     """
     sizes = batch_shards(rules, mesh_shape)
     if num_groups:
@@ -194,7 +203,7 @@ def batch_problems(
 
 
 def batch_shards(rules: Rules, mesh_shape: Mapping[str, int]) -> dict[str, int]:
-    """Returns option -> size of each mesh axis that splits the sequences of a batch; see `batch_problems`."""
+    """Returns the mesh axes that split the sequences of a batch: option, such as `mesh.data` -> size of the axis."""
     # An axis that is used only for experts is left out if it has size 1.
     axes = [axis for axis in rules.activations["batch"] if axis not in expert_axes() or mesh_shape[axis] > 1]
     return {f"mesh.{axis}": mesh_shape[axis] for axis in axes}
@@ -206,12 +215,13 @@ def sequence_problems(
     """Returns a problem if a rule splits the sequence dim of an activation into unequal shards.
 
     Args:
-      sequence_length: in tokens.
-      rules: used for the mesh axes that split `sequence` and, between layers, `residual_sequence`.
+      sequence_length: the sequence length in tokens.
+      rules: the sharding rules, which state the mesh axes that split `sequence` and, between layers,
+        `residual_sequence`.
       mesh_shape: the size of each mesh axis.
-      name: the option that sets the length.
+      name: the option that sets the length, for the problem.
     """
-    for rule in ("residual_sequence", "sequence"):  # a length that fits the first fits the second
+    for rule in ("residual_sequence", "sequence"):  # a length that fits residual_sequence fits sequence
         axes = rules.activations[rule] if rule in rules.activations else ()
         parts = num_parts(axes, mesh_shape)
         if sequence_length % parts:
@@ -240,10 +250,10 @@ def weight_problems(
       mesh_shape: the size of each mesh axis.
       params: abstract parameters in layer order, including the empty layer places of a pipeline.
       axes: the logical axes of the parameters.
-      rules: the table, with the storage axes of the ZeRO level.
+      rules: the sharding rules for the ZeRO level of the configuration, from `rules_of_level`.
     """
     mask, problems, chosen = None, list[Problem](), config.optimizer
-    if not trainable.check(chosen.trainable):  # which `optimizers.check` reports
+    if not trainable.check(chosen.trainable):  # `optimizers.check` reports an invalid pattern
         try:
             mask = trainable.trainable_mask(chosen.trainable, params, has_adapters=config.lora.rank > 0)
         except UserError as error:
@@ -258,16 +268,16 @@ def weight_problems(
 
 
 def num_microbatches(config: Config, mesh_shape: Mapping[str, int]) -> int:
-    """Returns the number of microbatches of a step: accumulation steps, times the microbatches of any pipeline."""
+    """Returns the number of microbatches of a step: accumulation steps, times any pipeline's microbatches."""
     in_pipeline = config.pipeline.num_microbatches if mesh_shape["pipeline"] > 1 else 1
     return config.accumulation_steps * in_pipeline
 
 
 def units_on_device(config: Config, task: Task, rules: Rules, mesh_shape: Mapping[str, int]) -> float:
-    """Returns how many units (tokens, images) of a step each device computes.
+    """Returns the number of units (tokens, images) of a step that each device computes.
 
-    The units are split over the mesh axes of the batch. If the batch has a sequence dim, they are also split over its
-    axes.
+    The mesh axes of the batch dim split the units. If the batch has a sequence dim, the axes of this dim split them,
+    too.
     """
     has_sequence = any("sequence" in entry.axes for entry in entries(task, config.batch_size).values())
     split = (*rules.activations["batch"], *(rules.activations["sequence"] if has_sequence else ()))

@@ -37,7 +37,7 @@ def resolve(
     rules: Rules | None = None,
     reads_data: bool = True,
 ) -> Config:
-    """Returns the checked configuration; checks the weights' placement too if all sizes of the mesh are given.
+    """Returns the checked configuration; if no axis of the mesh has size -1, also checks the placement of weights.
 
     >>> resolve({"mesh": {"data": 2}}, {"batch_size": "64"}).batch_size
     64
@@ -49,9 +49,9 @@ def resolve(
     Args:
       given: the value that a configuration file returns; missing fields get their defaults.
       overrides: dotted key -> text as on the command line; takes precedence over `given`.
-      also: problems that the caller has found; they are reported together with the problems found here.
-      make_task: the caller's task function, instead of the one that `task` names. If it has no `options`, `model` holds
-        the options of the task that the configuration names; they are checked alone, not against other fields.
+      also: error lines of the caller, which are reported together with the problems of the configuration.
+      make_task: the caller's task function, which replaces the function that `task` names. If it has no attribute
+        `options`, `model` has the options of the task that the configuration names, and only their bounds are checked.
       rules: logical axis -> mesh axes for the task's weights; None: the built-in table.
       reads_data: whether the data files must exist on this machine; a plan for another cluster does not need them.
 
@@ -64,8 +64,8 @@ def resolve(
     schema = flags.schema(start := defaults_of(config))
     faulty = {problem.key for problem in found}
     faulty |= {key for key in schema for group in faulty if key.startswith(f"{group}.")}  # a value in place of a group
-    # The checks across fields need legal values: a wrong value is replaced by its default, and problems that depend on
-    # it are dropped.
+    # The checks across fields need legal values. So a wrong value is replaced by its default, and problems that depend
+    # on this value are dropped.
     defaults = {key: entry.default for key, entry in schema.items() if key in faulty}
     mended = flags.construct(start, flags.flatten(dataclasses.asdict(config)) | defaults)
     mended, no_vocabulary = _with_vocabulary(mended, reads_data=reads_data)
@@ -91,14 +91,17 @@ def resolve(
 
 
 def _with_vocabulary(config: Config, *, reads_data: bool) -> tuple[Config, list[Problem]]:
-    """Returns the configuration with `model.vocab_size=0` replaced, and a problem for each reason why that fails.
+    """Replaces `model.vocab_size=0` by the number of tokens of the data's tokenizer.
 
-    The value 0 stands for the number of tokens of the data's tokenizer. If that number is unknown, the size for bytes
-    is filled in, so that other checks can run.
+    If the number is unknown, the size for bytes (257) is used, so that other checks can run.
 
     Args:
-      config: each field is within its own bounds. The options of its task may have a field `vocab_size`.
-      reads_data: as in `resolve`. If true, errors that `data_sources.check` reports are not repeated.
+      config: a configuration whose fields are within their bounds. The options of its task may lack `vocab_size`.
+      reads_data: whether the data files must exist on this machine. If true, errors that `data_sources.check` reports
+        are not repeated.
+
+    Returns:
+      The changed configuration, and the problems because of which the number is unknown.
     """
     if getattr(config.model, "vocab_size", None) != 0:
         return config, []
@@ -144,7 +147,7 @@ def _length_problems(config: Config) -> list[Problem]:
 
 
 def _base_problems(config: Config) -> list[Problem]:
-    """Returns a problem if `init_base` is set without `init_from`, and thus never read."""
+    """Returns a problem if `init_base` is set without `init_from`; nothing would read `init_base`."""
     if config.init_from or not config.init_base:
         return []
     return [
@@ -163,11 +166,11 @@ def configure(arguments: argparse.Namespace, also: Sequence[str] = (), *, reads_
 
     Args:
       arguments: the namespace that `flags.arguments` returns.
-      also: see `resolve`.
-      reads_data: see `resolve`.
+      also: error lines of the caller, which are reported together with the problems of the configuration.
+      reads_data: whether the data files must exist on this machine.
 
     Raises:
-      UserError: lists all problems of the file, of the overrides, and of both together.
+      UserError: lists all problems of the arguments, of the file, and of their combination.
     """
     also = [*arguments.problems, *also]
     try:
@@ -183,12 +186,12 @@ def configure(arguments: argparse.Namespace, also: Sequence[str] = (), *, reads_
 def parse(
     argv: Sequence[str], extra: argparse.ArgumentParser | None = None, *, reads_data: bool = True
 ) -> tuple[Config, argparse.Namespace]:
-    """Returns the configuration and the namespace of `flags.arguments`, for the command line of an entry point.
+    """Parses the command line of an entry point; returns the checked configuration and all arguments.
 
     Args:
       argv: the words after the program's name.
-      extra: the entry point's own arguments.
-      reads_data: see `resolve`.
+      extra: a parser with the additional arguments of the entry point.
+      reads_data: whether the data files must exist on this machine.
 
     Raises:
       UserError: an argument is wrong, or the configuration has problems; lists all of them.
@@ -198,5 +201,5 @@ def parse(
 
 
 def to_json(config: Config) -> str:
-    """Returns the configuration as the text of `config.json`, see `records.record`."""
+    """Returns the content of a run's config.json as text: the version, and every field of the configuration."""
     return json.dumps(record(config), indent=2) + "\n"

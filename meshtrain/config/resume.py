@@ -1,4 +1,4 @@
-"""Options that may change when a run resumes: compares the run's config.json with the new configuration."""
+"""Compares a run's config.json with the configuration that resumes the run; lists the options that may change."""
 
 import json
 from collections.abc import Mapping
@@ -37,7 +37,7 @@ FREE_ON_RESUME: Mapping[str, tuple[str, ...]] = {
         "log_every", "eval_every", "num_eval_batches", "eval_prompts", "eval_tokens", "sample_tokens",
         "checkpoint", "profile", "observe",
     ),
-    # These two change the learning rates after the resumed step; `run.workdir` warns of a jump.
+    # These options change the learning rates after the resumed step; `run.workdir` warns of a jump.
     "the length of the run, and the decay of its learning rate": (
         "num_steps", "num_epochs", "learning_rate.decay_steps",
     ),
@@ -56,10 +56,14 @@ FIXED_ON_RESUME: Mapping[str, tuple[str, ...]] = {
 
 
 def from_json(text: str, overrides: Mapping[str, str] | None = None) -> Config:
-    """Returns the configuration of another run, with types checked. Missing fields get their defaults.
+    """Returns the configuration in the config.json of another run, with types checked.
 
-    `version_0_2.today` converts a file of version 0.2. The function that it names as `task` is imported, unless
-    `overrides` (dotted key -> text) replaces it.
+    Missing fields get their defaults. A file of version 0.2 is converted (`version_0_2.today`). If the option `task`
+    names a function, it is imported.
+
+    Args:
+      text: the content of config.json.
+      overrides: dotted key -> text, as on the command line; takes precedence over config.json.
 
     Raises:
       UserError: the text is not JSON, or has an unknown key or a value of a wrong type.
@@ -108,7 +112,11 @@ def difference(old: Mapping[str, Json], new: Mapping[str, Json]) -> list[Problem
 
 
 def _idle(values: Mapping[str, Value]) -> set[str]:
-    """Returns the dotted keys of the options without effect; an empty set for an illegal configuration."""
+    """Returns the dotted keys of the options without effect in a configuration; an empty set if it is illegal.
+
+    Args:
+      values: dotted key -> value, or a nested dict.
+    """
     try:
         config, problems = build(values, {})
     except UserError:
@@ -119,9 +127,10 @@ def _idle(values: Mapping[str, Value]) -> set[str]:
 
 
 def _defaults(values: Mapping[str, Value]) -> Values:
-    """Returns dotted key -> default, for the task, the data source and the functions that a nested dict names.
+    """Returns dotted key -> default of all options of a configuration, given as a nested dict.
 
-    There is no `model` if the task is a function without options.
+    The dict names the task, the data source and functions, whose options are included. The options of `model` are left
+    out if the task cannot be used.
     """
     config, problems = build(values, {})
     defaults = flags.flatten(defaults_of(config))
@@ -130,12 +139,12 @@ def _defaults(values: Mapping[str, Value]) -> Values:
 
 
 def is_free(key: str) -> bool:
-    """Returns whether an option, by its dotted key, may change on resume. An option in neither table may not."""
+    """Returns whether the option with this dotted key may change on resume; an option in neither table may not."""
     free, fixed = (_longest_match(key, table) for table in (FREE_ON_RESUME, FIXED_ON_RESUME))
     return free > fixed
 
 
 def _longest_match(key: str, table: Mapping[str, tuple[str, ...]]) -> int:
-    """Returns the length of the longest name in the table that is the key or one of its groups, 0 for none."""
+    """Returns the length of the longest name in a table that is the key or one of the key's groups; 0: no such name."""
     names = [name for names in table.values() for name in names if key == name or key.startswith(f"{name}.")]
     return max(map(len, names), default=0)

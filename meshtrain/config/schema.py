@@ -52,8 +52,9 @@ class LocalStepsOptions:
 class Config:
     """All options of a run.
 
-    `model` is the options dataclass of the task, such as `DecoderOptions` for the decoder. `data` belongs to the
-    source, and `reduction` to the reduction that it names.
+    The classes of some fields depend on options. `model` has the options of the task (`DecoderOptions` for `decoder`),
+    and `data` the options of its source. A field that names a user's function, or a reduction, also has the options of
+    this function.
     """
 
     seed: int = option(0, "seed of all random numbers: initial weights, data order, dropout", minimum=0)

@@ -1,4 +1,4 @@
-"""Changes of a configuration that save memory, cheapest in time first; used for runs and plans."""
+"""Lists changes of a configuration that save memory, in order of the time that they cost; used for runs and plans."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping
@@ -11,20 +11,20 @@ from meshtrain.options import Values
 from meshtrain.sharding.param_sharding import MAX_LEVEL, num_parts
 from meshtrain.sharding.rules import DATA, batch_axes, expert_axes, model_axes, sequence_axes, storage_axes
 
-FROZEN_DTYPE, FROZEN = "precision.frozen_dtype", "bfloat16"  # with which frozen weights take half of the bytes
+FROZEN_DTYPE, FROZEN = "precision.frozen_dtype", "bfloat16"  # halves the bytes of frozen weights
 SPLITS_SUMS = 2  # the first ZeRO level that splits sums of gradients
 
 Change = Values  # dotted key -> its new value
 
 
 def with_change(config: Config, change: Change) -> Config:
-    """Returns a configuration with some dotted keys changed."""
+    """Returns a copy of a configuration with new values for the dotted keys in `change`."""
     changed: Config = construct(config, flatten(dataclasses.asdict(config)) | change)
     return changed
 
 
 def problems_of(config: Config, shape: Mapping[str, int]) -> list[Problem]:
-    """Returns the reasons why a configuration cannot run on a mesh; [] if it can."""
+    """Returns a problem for each reason why a configuration cannot run on a mesh with these sizes of axes."""
     try:
         return check(config, shape)
     except UserError as error:
@@ -32,18 +32,21 @@ def problems_of(config: Config, shape: Mapping[str, int]) -> list[Problem]:
 
 
 def to_mesh(shape: Mapping[str, int]) -> Change:
-    """Returns the change to a mesh of these sizes."""
+    """Returns the change (dotted key -> value) that sets the mesh to these sizes of axes."""
     return {f"mesh.{axis}": size for axis, size in shape.items()}
 
 
 def with_level(config: Config, level: int) -> Change:
-    """Returns the change to a ZeRO level; also unsets a strategy, which would contradict the level."""
+    """Returns the change (dotted key -> value) that sets `zero.level`.
+
+    If the configuration sets `zero.strategy`, the change clears it, because a strategy implies another level.
+    """
     strategy = {"zero.strategy": ""} if config.zero.strategy else {}
     return {"zero.level": level, **strategy}
 
 
 def arguments(change: Change) -> str:
-    """Returns a change as command-line arguments."""
+    """Returns a change as command-line arguments, such as `--config.zero.level=1`."""
     words = {True: "true", False: "false"}
     return " ".join(
         f"--config.{key}={words[value] if isinstance(value, bool) else value}" for key, value in change.items()
@@ -51,16 +54,17 @@ def arguments(change: Change) -> str:
 
 
 def times_as_many(config: Config, shape: Mapping[str, int], temporary_bytes: float, room_bytes: float) -> int:
-    """Returns the factor for the number of microbatches: 2, or more if half of the temporaries is still too much.
+    """Returns the factor by which to multiply the number of microbatches so that the temporaries of a step fit.
 
-    It is the smallest divisor of a microbatch's sequences on a device with which the temporaries fit, assuming that
-    they shrink in proportion to microbatches.
+    The factor is the smallest divisor (at least 2) of the number of sequences in a device's microbatch with which the
+    temporaries fit, or else the largest divisor; 2 for a single sequence. The function assumes that temporaries are
+    proportional to the size of a microbatch.
 
     Args:
-      config: of the step that does not fit.
-      shape: its mesh.
-      temporary_bytes: of the step's temporaries.
-      room_bytes: available for temporaries.
+      config: the configuration of the step, which does not fit.
+      shape: the size of each mesh axis.
+      temporary_bytes: the bytes of the step's temporaries on a device.
+      room_bytes: the bytes available for temporaries on a device.
     """
     sequences = config.batch_size // (num_parts(batch_axes(), shape) * num_microbatches(config, shape))
     times = divisors(sequences)[1:] or [2]
@@ -68,13 +72,13 @@ def times_as_many(config: Config, shape: Mapping[str, int], temporary_bytes: flo
 
 
 def smaller(config: Config, shape: Mapping[str, int], times: int = 2, parts: Change | None = None) -> Iterator[Change]:
-    """Yields changes that save memory, cheapest in time first; some may be illegal, which the caller has to check.
+    """Yields changes that save memory, cheapest in time first. Some may be illegal, so the caller has to check them.
 
     Args:
-      config: of the step that does not fit.
-      shape: its mesh.
-      times: factor for the number of microbatches.
-      parts: the change that splits sequences over more devices; None or empty if it does not help.
+      config: the configuration of a step that does not fit.
+      shape: the size of each mesh axis.
+      times: the factor for the number of microbatches.
+      parts: a change that splits sequences over more devices; None or empty if it does not help.
     """
     level = config.zero.effective_level
     has_frozen, dtypes = bool(config.lora.rank or config.optimizer.trainable), config.precision

@@ -1,8 +1,8 @@
-"""Tasks by name: the built-in ones, and any user function as `package.module:function`.
+"""Imports tasks by name and calls them: built-in tasks, and a user's function as `package.module:function`.
 
 A task function is (config, placement) -> Task. Its attribute `options` is the frozen dataclass of its options, which
 becomes `config.model`; each field is an `option(default, text)`. It may have an attribute `check`, a function (config,
-mesh_shape) -> an error line for each problem. A built-in task is a record of the three, see `BuiltIn`.
+mesh_shape) -> an error line for each problem. For built-in tasks, the class `BuiltIn` combines all three.
 """
 
 import dataclasses
@@ -40,11 +40,11 @@ KEY = "task"
 
 
 class NamedTask(Protocol):
-    """A task function that can be named in a configuration."""
+    """A task function with options, so that a configuration can name it."""
 
     @property
     def options(self) -> type:
-        """The frozen dataclass of its options."""
+        """The class of the task's options, a frozen dataclass."""
         ...
 
     def __call__(self, config: Config, placement: Placement) -> Task:
@@ -57,12 +57,12 @@ class BuiltIn:
     """A built-in task function, with properties that are known before it is called.
 
     Attributes:
-      name: the value of `config.task`.
-      make: (config, placement) -> Task.
-      options: the frozen dataclass of its options.
-      check: (config, mesh_shape) -> an error line for each contradiction of its options, the data and the mesh.
-      takes_adapters: whether its layers support the adapters of `config.lora`; `make` adds them.
-      unread: dotted keys of options, or groups of options, that it never reads.
+      name: the value of `config.task` that selects this task.
+      make: the function (config, placement) -> Task.
+      options: the class of the task's options, a frozen dataclass.
+      check: the function (config, mesh_shape) -> an error line for each contradiction of options, data and mesh.
+      takes_adapters: whether the task's layers support the adapters of `config.lora`; `make` then adds the adapters.
+      unread: the dotted keys of options, or groups of options, that the task never reads.
     """
 
     name: str
@@ -78,7 +78,16 @@ class BuiltIn:
 
 
 class TextSettings(TypedDict):
-    """The sequence settings shared by the built-in text tasks; see `token_batch` for the sizes."""
+    """The arguments that all built-in text tasks share.
+
+    Attributes:
+      batch_size: sequences in the global batch.
+      sequence_length: tokens in a sequence.
+      dtype: the dtype of computations.
+      output_dtype: the dtype of logits.
+      remat: options for what the backward pass recomputes.
+      placement: where arrays are stored on the mesh.
+    """
 
     batch_size: int
     sequence_length: int
@@ -89,7 +98,7 @@ class TextSettings(TypedDict):
 
 
 def of_text(config: Config, placement: Placement) -> TextSettings:
-    """Returns the sequence settings shared by the built-in text tasks."""
+    """Returns the arguments that all built-in text tasks share."""
     return {
         "batch_size": config.batch_size,
         "sequence_length": config.sequence_length,
@@ -111,14 +120,21 @@ def _check_decoder(config: Config, mesh_shape: Mapping[str, int]) -> list[Proble
     """Returns an error line for each contradiction of a decoder's options with each other, the data or the mesh.
 
     Args:
-      config: with `DecoderOptions` as its model, each field within its own bounds.
+      config: a configuration of the task `decoder`, whose fields are within their bounds.
       mesh_shape: the size of each mesh axis.
     """
     return source_problems(config, TOKENS, "packed tokens") + model_problems(config, mesh_shape)
 
 
 def model_problems(config: Config, mesh_shape: Mapping[str, int]) -> list[Problem]:
-    """Returns the error lines of a decoder's check that do not depend on the data source."""
+    """Returns an error line for each contradiction between a decoder's options, other options, and the mesh.
+
+    Whether the data source provides tokens is not checked, see `source_problems`.
+
+    Args:
+      config: a configuration whose `model` is `DecoderOptions`; its fields are within their bounds.
+      mesh_shape: the size of each mesh axis.
+    """
     size, num_layers = mesh_shape["pipeline"], config.model.num_repeated
     in_chunk = layers_in_chunk(num_layers, size, config.pipeline.num_chunks) if size > 1 else 0
     computes_in = compute_name(config.precision), in_fp8(config.precision)
@@ -134,8 +150,8 @@ def source_problems(config: Config, allowed: Sequence[str], what: str) -> list[P
 
     Args:
       config: the configuration.
-      allowed: the built-in sources that fit the task.
-      what: the examples that the task takes.
+      allowed: the names of the built-in sources that fit the task.
+      what: a description of the examples that the task takes, for the error line.
     """
     source = config.data.source
     if source in allowed or source not in source_names():
@@ -181,7 +197,7 @@ def find(name: str) -> NamedTask:
     """Returns the task function with this name: a built-in one, or `package.module:function`, which is imported.
 
     Raises:
-      UserError: one line: see `user_functions.import_function` and `refuse_options`.
+      UserError: one line: the function cannot be imported, or its options are missing or invalid.
     """
     if name == decoder.name:
         return decoder
@@ -191,10 +207,10 @@ def find(name: str) -> NamedTask:
 
 
 def refuse_options(name: str, function: UserObject) -> None:
-    """Checks the options of a task function.
+    """Checks the attribute `options` of a task function, whose name is `name`.
 
     Raises:
-      UserError: they are missing, or not a frozen dataclass of `option`s.
+      UserError: the attribute is missing, or is not a frozen dataclass of `option`s.
     """
     if not hasattr(function, "options"):
         raise UserError(
@@ -210,20 +226,20 @@ def refuse_options(name: str, function: UserObject) -> None:
 
 
 def name_of(make_task: MakeTask) -> str:
-    """Returns the name by which a configuration can refer to a task function."""
+    """Returns the value of `config.task` for a task function: a built-in name, or `package.module:function`."""
     return make_task.name if isinstance(make_task, BuiltIn) else user_functions.function_name(make_task)
 
 
 def make_task_of(config: Config, placement: Placement, make_task: MakeTask | None = None) -> Task:
-    """Returns the task of a configuration.
+    """Calls the task function of a configuration and returns its task.
 
     Args:
-      config: resolved.
-      placement: of the mesh.
-      make_task: the caller's task function; None: the function that `config.task` names, see `find`.
+      config: a resolved configuration.
+      placement: where arrays are stored on the mesh.
+      make_task: the caller's task function; None: the function that `config.task` names.
 
     Raises:
-      UserError: a user's task function returns something else.
+      UserError: a user's task function does not return a `Task`, or returns an invalid `Task`.
     """
     function = make_task or find(config.task)
     task = function(config, placement)
@@ -244,13 +260,13 @@ def make_task_of(config: Config, placement: Placement, make_task: MakeTask | Non
 
 
 def abstract_task(config: Config, make_task: MakeTask | None = None) -> Task:
-    """Returns the task of a configuration without a mesh: its shapes, and its functions as for one device.
+    """Returns the task of a configuration for a single device, for its shapes; no mesh is needed.
 
-    It uses no device, so checks can call it before JAX has started.
+    This function uses no device, so checks can call it before JAX has started.
 
     Args:
-      config: resolved.
-      make_task: the caller's task function; None: the function that `config.task` names, see `find`.
+      config: a resolved configuration.
+      make_task: the caller's task function; None: the function that `config.task` names.
     """
     return make_task_of(config, Placement.single_device(), make_task)
 
@@ -260,12 +276,12 @@ def abstract_weights(
 ) -> tuple[Task, Arrays, NamesTree]:
     """Returns a configuration's task without a mesh, its abstract parameters in layer order, and their logical axes.
 
-    It uses no device. Results for built-in tasks are cached, because the planner asks for many meshes.
+    This function uses no device. Results for built-in tasks are cached, because the planner calls it for many meshes.
 
     Args:
-      config: resolved.
+      config: a resolved configuration.
       make_task: the task function.
-      on_one_device: whether weights of a user's task may lack logical axes.
+      on_one_device: whether weights of a user's task may lack logical axes, because the run has a single device.
     """
     if not isinstance(make_task, BuiltIn):
         task = abstract_task(config, make_task)
@@ -282,9 +298,9 @@ def abstract_weights(
 
 
 def lora_problems(config: Config, make_task: MakeTask) -> list[Problem]:
-    """Returns an error line for each reason why a configuration's adapters fit no weight of its task.
+    """Returns an error line for each reason why a task cannot have the adapters of `config.lora`; [] without adapters.
 
-    Uses no device.
+    This function uses no device.
     """
     if not config.lora.rank:
         return []
@@ -303,7 +319,7 @@ def lora_problems(config: Config, make_task: MakeTask) -> list[Problem]:
 
 
 def watch_problems(config: Config, make_task: MakeTask) -> list[Problem]:
-    """Returns an error line if activations are to be watched in a task that does not support it."""
+    """Returns an error line if `observe.layers` asks for statistics of activations, and the task is not the decoder."""
     if config.observe.layers != ACTIVATIONS or make_task is decoder:
         return []
     return [

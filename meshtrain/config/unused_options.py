@@ -1,7 +1,7 @@
 """Lists the options without effect in a configuration, because an axis, a schedule or an optimizer is not in use.
 
-They are legal, so that users can try another mesh, schedule or optimizer by changing one field. `explain` prints them.
-Each option declares when it is read: `only_for` in `options.py`.
+Options without effect are legal, so that users can try another mesh, schedule or optimizer by changing one field.
+`explain` prints them. Each option declares the conditions for its effect: `only_for` in `options.py`.
 """
 
 import json
@@ -19,7 +19,7 @@ from meshtrain.step.precision import compute_name
 
 
 def without_effect(config: Config, mesh_shape: Mapping[str, int]) -> dict[str, str]:
-    """Returns dotted key -> reason, for each field that differs from its default but has no effect."""
+    """Returns dotted key -> reason, for each option that differs from its default but has no effect on this mesh."""
     values, defaults = (flags.flatten(one) for one in (config, defaults_of(config)))
     in_float16 = compute_name(config.precision) == "float16"
     scaling = loss_scale.scaling(config.loss_scale, num_targets=1, computes_in_float16=in_float16)
@@ -44,7 +44,7 @@ def without_effect(config: Config, mesh_shape: Mapping[str, int]) -> dict[str, s
 
 
 def text(config: Config, mesh_shape: Mapping[str, int]) -> str:
-    """Returns a table of the options without effect; an empty text if there are none."""
+    """Returns a table of the options without effect as text: key, value and reason; '' if there are none."""
     values = flags.flatten(config)
     rows = [(key, json.dumps(values[key]), why) for key, why in without_effect(config, mesh_shape).items()]
     return align(rows, ("without effect here", "value", "because")) if rows else ""

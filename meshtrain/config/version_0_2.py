@@ -1,8 +1,8 @@
 """Reads the configuration of a decoder that version 0.2 trained, for commands that use the weights of a run.
 
-In version 0.2 the options of a decoder were not in groups, some keys had other meanings, and records had no version.
-Such a run does not resume (`records.is_of_this_release`). If its configuration cannot be read, `hf export` of meshtrain
-0.2.0 and `hf import` bring its weights to this version.
+In version 0.2, the options of a decoder were not in groups, some keys had other meanings, and files had no version. A
+run of version 0.2 does not resume (`records.is_of_this_release`). If its configuration cannot be converted, users can
+convert the weights with `hf export` of meshtrain 0.2.0, followed by `hf import` of this version.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from meshtrain.options import Values
 
 _MOE = "num_experts experts_per_token expert_dim shared_experts router router_scale balance_weight z_weight"
 _ROPE = "base factor low high original_length local_base"
-# Option of `model` -> its dotted name in `model` today.
+# Name of an option of `model` in version 0.2 -> its dotted name in `model` now.
 _MOVED: Mapping[str, str] = {
     **{name: f"moe.{name}" for name in _MOE.split()},
     **{f"rope_{name}": f"rope.{name}" for name in _ROPE.split()},
@@ -25,24 +25,24 @@ _MOVED: Mapping[str, str] = {
     "post_norms": "norm.post",
     "qk_norm": "norm.qk",
 }
-# Keys that no longer exist, and do not change the outputs of trained weights.
+# Keys of version 0.2 that no longer exist, and do not change the outputs of trained weights.
 _GONE = (
     "compression.kind", "compression.block", "compression.kept", "compression.feedback", "local_steps.delay",
     "pipeline.table", "guard.allow_left_out", "model.expert_exchange", "data.numbers_below", "data.num_held_out",
     "data.spelling",
 )  # fmt: skip
-# Key -> its value in a run that this version can read.
+# Key of version 0.2 -> the only value with which this version can read the run.
 _PLAIN: Mapping[str, Json] = {"task": "decoder", "model.expert_room": 0.0}
 
 
 def today(record: Mapping[str, Json]) -> Values:
-    """Returns dotted key -> value of a record of version 0.2, with the keys and the meanings of today.
+    """Converts a configuration of version 0.2 to this version; returns dotted key -> value.
 
     Args:
-      record: nested, as `read_json` returns it; values may have any type.
+      record: the content of the run's config.json, a nested dict; values may have any type.
 
     Raises:
-      UserError: one line: the run is not a decoder's, or its experts left tokens out.
+      UserError: one line: the task is not the decoder, or its experts dropped tokens (`model.expert_room` above 0).
     """
     values = {key: value for key, value in flags.flatten(record).items() if key not in _GONE}
     for key, plain in _PLAIN.items():
@@ -62,7 +62,11 @@ def today(record: Mapping[str, Json]) -> Values:
 
 
 def converted(record: Mapping[str, Json]) -> Values:
-    """Returns dotted key -> value with the same effect today, of each option whose meaning has changed since 0.2."""
+    """Returns each option whose meaning has changed since 0.2: dotted key -> the value that now has the same effect.
+
+    Args:
+      record: the content of the run's config.json, a nested dict; values may have any type.
+    """
     values = flags.flatten(record)
     result: Values = {"optimizer.muon_bias_correction": True} if values.get("optimizer.name") == "muon" else {}
     # The loss was a sum over layers, divided by the experts of a token; it is a mean over layers, and not divided.

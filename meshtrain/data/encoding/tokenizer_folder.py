@@ -1,4 +1,4 @@
-"""Reads the JSON files of a tokenizer folder: paths, settings, special tokens and the ids that end a text."""
+"""Reads the JSON files in the folder of a tokenizer: settings, special tokens, and the ids that end a text."""
 
 from pathlib import Path
 
@@ -32,12 +32,12 @@ def read_tokenizer_json(file: Path, fix: str) -> JsonObject:
 
 
 def tokenizer_file(path: str) -> Path:
-    """Returns the path of the tokenizer's file: `path` itself, or the tokenizer.json in it if it is a folder."""
+    """Returns the file of a tokenizer: `path`, or the tokenizer.json in it if `path` is a folder."""
     return Path(path, TOKENIZER) if what_is_at(path) == "a folder" else Path(path)
 
 
 def settings(path: str, name: str = SETTINGS) -> JsonObject:
-    """Reads a JSON file in a tokenizer's folder; returns {} if `path` is no folder, or the file is missing.
+    """Reads the JSON object in a file of a tokenizer's folder; returns {} if `path` is no folder or has no such file.
 
     Args:
       path: the folder of the tokenizer.
