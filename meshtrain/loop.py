@@ -162,10 +162,11 @@ def run(
 
 
 def evaluate_first(step: int, state: TrainState, log: "Log") -> str:
-    """Evaluates the state from which a run resumes, if its evaluation is missing or may show that the run has ended.
+    """Evaluates the state from which a run resumes, if the evaluation of this step was due and its result is needed.
 
-    A missing evaluation is written into the metrics and recorded with the checkpoint now, before the next save deletes
-    a checkpoint.
+    The result is needed if its row is missing in the metrics, if this step is the last, or if the result may end the
+    run (early stopping). A missing row is written and recorded with the checkpoint now, before the next save deletes a
+    checkpoint.
 
     Args:
       step: the step from which the run resumes; 0 for a new run.

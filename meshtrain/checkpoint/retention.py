@@ -130,9 +130,9 @@ def sweep(directory: Place) -> None:
 
 
 def remove_rest(directory: Path, above: Path) -> None:
-    """Cleans up after a run whose folder was deleted: removes files that a save's threads have written there since.
+    """Cleans up after a run whose folder was deleted: removes files that the threads of a save wrote there afterwards.
 
-    Folders that are empty then are also removed.
+    Folders that become empty are also removed.
 
     Args:
       directory: the folder of the checkpoints. If it has an owner, another run uses it, and nothing is removed.

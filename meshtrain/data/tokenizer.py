@@ -284,7 +284,7 @@ def _begin_ids(
 def _added_ids(loaded: "tokenizers.Tokenizer", vocab: Iterable[str]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Returns the ids that the post-processor of a tokenizer adds before a text, and the ids that it adds after a text.
 
-    Both are () if none of a few tokens of `vocab` can be encoded as a text.
+    To find them, tokens of `vocab` are encoded as texts, at most a few. Both results are () if none can be encoded.
     """
     if loaded.num_special_tokens_to_add(is_pair=False) == 0:
         return (), ()

@@ -461,7 +461,8 @@ def flops_per_token(options: Seq2SeqOptions, source_length: int, target_length: 
 def causal_flops_per_token(options: Seq2SeqOptions, target_length: int) -> float:
     """Returns the FLOPs of the decoder's self-attention per target token, forward and backward: 12 L T N H.
 
-    L is the number of decoder layers. Attention is counted as full attention: each query attends to T keys.
+    L is the number of decoder layers, T the number of target tokens, N the number of heads, and H the head dim.
+    Attention is counted as full attention: each query attends to T keys.
     """
     return 12.0 * options.num_layers * target_length * options.num_heads * options.width_of_head
 

@@ -203,7 +203,7 @@ class Generator:
             """Generates up to 16 more tokens for each row; returns the state and the tokens, int32 [rows, 16].
 
             After a row is done, its tokens are NOTHING. The loop ends if all rows are done or have `num_tokens` tokens.
-            `done` is bool [R]: whether a row was done before this call.
+            `done` is bool [rows]: whether a row was done before this call.
             """
 
             def goes_on(carry: Carry) -> jax.Array:

@@ -193,7 +193,10 @@ def _devices() -> list[jax.Device]:
 
 
 def _choose_platform() -> None:
-    """Makes JAX use the CPU if there is no GPU driver and no platform was chosen: a plugin would print tracebacks."""
+    """Makes JAX use the CPU if there is no GPU driver and no platform was chosen.
+
+    Otherwise an installed GPU plugin would print tracebacks.
+    """
     # Set by the user's JAX_PLATFORMS, or by JAX if it found TPU chips.
     if _setting("jax_platforms"):
         return

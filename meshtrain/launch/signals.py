@@ -64,7 +64,7 @@ def _handle(numbers: Collection[int], handler: Callable[[int, FrameType | None],
 def _start_thread(line: str) -> None:
     """Starts a thread that prints `line` and ends the process when a signal arrives.
 
-    Python allows this only in the main thread; in other threads it does nothing.
+    Python sets signal handlers only in the main thread, so in other threads this function does nothing.
     """
     if threading.current_thread() is not threading.main_thread():
         return
@@ -186,7 +186,7 @@ os.register_at_fork(before=_block, after_in_parent=_unblock, after_in_child=_for
 
 
 def on_terminal() -> list[int]:
-    """Returns the file descriptors 1 and 2 (standard output and error) as far as they are terminals.
+    """Returns the file descriptors of standard output (1) and standard error (2), without those that are no terminal.
 
     Call it before SIGHUP arrives, because the terminal is closed afterwards.
     """

@@ -49,7 +49,7 @@ def evaluate_with_texts(
     show: Callable[[str], None],
     state: TrainState,
 ) -> dict[str, float]:
-    """Evaluates the state with `evaluate`, and prints sample texts and appends them to `samples.jsonl`.
+    """Returns the result of `evaluate` for a state; also prints sample texts and appends them to `samples.jsonl`.
 
     Args:
       assembly: the run's assembly.

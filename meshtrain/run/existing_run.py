@@ -156,7 +156,7 @@ def _refuse_foreign(
       content: the run's configuration as a nested JSON object.
       place: the config.json, or the bucket with the checkpoint that contains the configuration.
       arguments: the parsed command line.
-      uses: the purposes for which the command reads the run; only fields that they read are checked.
+      uses: the purposes for which the command reads the run; only fields that these purposes need are checked.
       fields: dotted key -> the field that may name a function or a path.
 
     Raises:

@@ -206,7 +206,7 @@ def refuse_unequal_processes(config: Config, run: Path) -> None:
 def process_settings(config: Config, run: Path) -> Values:
     """Returns the settings that must match across processes: the configuration (dotted key -> value) and the workdir.
 
-    If checkpoints are in a bucket, each machine may have a different workdir, so it is not included.
+    If checkpoints are in a bucket, each machine may have a different workdir, so the workdir is not included.
     """
     own = {} if is_url(config.checkpoint.directory) else {"workdir": str(run)}
     return {**own, **flags.flatten(config)}

@@ -48,8 +48,8 @@ def place(directory: str | os.PathLike[str], key: str = "") -> Place:
 
     Args:
       directory: the path or URL that the user wrote.
-      key: the option that contains the path if it is only read from; error lines begin with this key. Empty: the
-        program also writes there.
+      key: for a path that is only read, the option that contains it; error lines begin with this key. Empty: the
+        program also writes to the path.
 
     Raises:
       UserError: the bucket does not exist or cannot be listed, or the package gcsfs is not installed.
@@ -84,8 +84,8 @@ def wrap_bucket_errors(place: Place, key: str = "") -> Iterator[None]:
 
     Args:
       place: the folder on a disk or the prefix in a bucket that the block accesses.
-      key: the option that contains the place if it is only read from; error lines begin with this key. Empty: the
-        program also writes there.
+      key: for a place that is only read, the option that contains it; error lines begin with this key. Empty: the
+        program also writes to the place.
     """
     try:
         yield

@@ -34,7 +34,7 @@ class Attention:
     """The settings of a layer's attention. Layers, kernels, checks, caches and cost formulas read them.
 
     Attributes:
-      num_heads: number of query heads in the model, N; a device may have some of them.
+      num_heads: number of query heads in the model, N; a device may compute only a part of them.
       num_kv_heads: number of key heads in the model, G, equal to the number of value heads.
       head_dim: width of a query or key head, H.
       asked: the requested implementation, one of the choices of the option `model.attention`.

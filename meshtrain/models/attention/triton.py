@@ -129,7 +129,7 @@ def _sum_of_queries(found: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def _scope(static: Static) -> str:
-    """Returns the name scope of the kernel's operations; it tells the planner whether a causal mask skips blocks."""
+    """Returns the name scope of the kernel's operations, which states for the planner whether attention is causal."""
     return "triton_causal" if static[1] else "triton_full"
 
 

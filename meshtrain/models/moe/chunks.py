@@ -80,7 +80,7 @@ class Parts(NamedTuple):
 
 
 def block_rows(num_choices: int, num_experts: int) -> int:
-    """Returns the number of rows in a block: a power of two, 16 to 128, of at most half of an expert's mean rows.
+    """Returns the number of rows in a block: a power of two from 16 to 128, at most half of the mean rows of an expert.
 
     Thus padding is less than half of the rows on average, unless the minimum of 16 rows applies.
 

@@ -125,7 +125,7 @@ class Experts(nn.Module):
         return result, jnp.sum(seen, axis=0)
 
     def _stacks(self, plan: "_Plan") -> Stacks:
-        """Returns the matrices of all layers as stacks by name, with this layer's index; {} without `with_stacks`.
+        """Returns the stacks of matrices that `with_stacks` has added, by name, with this layer's index; {} if none.
 
         A matrix that must be gathered before a product has no stack.
         """

@@ -217,7 +217,7 @@ class Decoder:
         return run_layers(options, layers, x, indices, given, self.placement, self.dtype, train, remat, layer)
 
     def cast(self, params: Params) -> Params:
-        """Returns parameters in their compute dtypes: norms and routers in float32, other parameters in `dtype`."""
+        """Returns parameters in their compute dtypes: norms, routers and sinks in float32, others in `dtype`."""
         return computing(params, self.dtype)
 
     def columns(
