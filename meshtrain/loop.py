@@ -164,9 +164,9 @@ def run(
 def evaluate_first(step: int, state: TrainState, log: "Log") -> str:
     """Evaluates the state from which a run resumes, if the evaluation of this step was due and its result is needed.
 
-    The result is needed if its row is missing in the metrics, if this step is the last, or if the result may end the
-    run (early stopping). A missing row is written and recorded with the checkpoint now, before the next save deletes a
-    checkpoint.
+    The result is needed in three cases: its row is missing in the metrics, the step is the last, or the result may end
+    the run (early stopping). A missing row is written, and its values are recorded with the checkpoint now, before the
+    next save deletes a checkpoint.
 
     Args:
       step: the step from which the run resumes; 0 for a new run.

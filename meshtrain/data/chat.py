@@ -314,13 +314,13 @@ def in_spans(places: np.ndarray, spans: Spans) -> np.ndarray:
 def as_examples(lines: Sequence[Tokens], sequence_length: int, tokenizer: Tokenizer) -> Fitted:
     """Packs lines into examples: truncates lines that are too long, and drops lines without a target to train on.
 
-    A line of N tokens has N - 1 inputs and targets. If N > T + 1, the line is truncated to the T + 1 tokens that end
-    with its last answer, or to its first T + 1 tokens if they contain its last answer. A warning counts the lines that
-    lose tokens of answers.
+    A line of N tokens has N - 1 inputs and targets. If N > T + 1, the line is truncated to T + 1 tokens: to its first
+    tokens if they contain its last answer, else to the tokens that end with its last answer. A warning counts the lines
+    that lose tokens of answers.
 
     Args:
       lines: the tokens of each line, of any length.
-      sequence_length: T.
+      sequence_length: T, tokens of an example.
       tokenizer: the tokenizer that encoded the lines.
     """
     kept, num_truncated, num_cut = list[Tokens](), 0, 0

@@ -1,9 +1,9 @@
 """Splits long texts into pieces that can be tokenized one by one: their ids are those of the complete text.
 
 The package tokenizers needs about 170 bytes of memory for each byte of a text. A *place* is a position between two
-adjacent characters. A place is safe to split at if each step of the tokenizer.json (added tokens, normalizer,
-pre-tokenizer, model) processes the text before it independently of the text after it. This follows from the definitions
-of the steps. If a step is unknown to this module, no place is safe.
+adjacent characters. The steps of a tokenizer.json are added tokens, normalizer, pre-tokenizer and model. A text may be
+split at a place if each step processes the text before the place independently of the text after the place. This module
+derives the independence from the definitions of the steps. If it does not know a step, no place is safe.
 """
 
 import json

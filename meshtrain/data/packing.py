@@ -178,9 +178,9 @@ class FirstFitExamples:
     Attributes:
       stream: the concatenated documents.
       sequence_length: T.
-      piece_starts: int64 [P], position of each piece in the stream, ordered by row.
-      piece_lengths: int64 [P], number of inputs of each piece.
-      row_starts: int64 [R + 1]; row r consists of the pieces row_starts[r] .. row_starts[r + 1] - 1.
+      piece_starts: int64 [pieces], position of each piece in the stream, ordered by row.
+      piece_lengths: int64 [pieces], number of inputs of each piece.
+      row_starts: int64 [rows + 1]; row r consists of the pieces row_starts[r] .. row_starts[r + 1] - 1.
       counted: bool [N], whether the weight of a token as a target is 1; False for the first token of each document.
         None: the weight is 1 for all tokens except these first tokens.
     """

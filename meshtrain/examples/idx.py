@@ -100,8 +100,8 @@ def header(path: Path, magic: int, key: str) -> tuple[int, ...]:
 
     Raises:
       UserError: the file is missing or unreadable, has a different magic number, or has a dim of size 0. The error is
-        also raised if the size of an uncompressed file differs from the size in its header, or if a compressed file is
-        too small for the size in its header.
+        also raised if the file does not have the size that follows from its header. A compressed file is only rejected
+        if it is too small.
     """
     num_dims = magic & 0xFF
     with _open(path, magic, key) as file:

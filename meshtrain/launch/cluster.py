@@ -228,7 +228,7 @@ def _in_kubernetes(environ: Mapping[str, str], address: str | None, num_processe
 
 
 def _address_of_open_mpi(environ: Mapping[str, str]) -> str:
-    """Returns the address that JAX derives from a URI such as `1531576320.0;tcp://10.96.0.1,10.148.0.1:34911`."""
+    """Returns the address that JAX derives from Open MPI's URI, `1531576320.0;tcp://10.96.0.1,10.148.0.1:34911`."""
     uri = environ["OMPI_MCA_orte_hnp_uri"]
     match = re.match(r"(\d{1,12})\..*?(?:tcp://(.+?)[,:]|tcp6://\[(.+?)[,\]])", uri)
     if match is None:

@@ -130,8 +130,8 @@ def _end_later(code: int, lines: str) -> None:
 def _say_farewell(code: int, lines: str) -> None:
     """Publishes the end of this process; waits a few seconds, until all other processes have published their ends too.
 
-    Without the wait, the end of this process would break the collectives of the other processes, and the end of process
-    0 would abort them, before they print the lines.
+    Without the wait, the other processes would end before they print the lines: the end of this process breaks their
+    collectives, and the end of process 0 aborts them.
 
     Args:
       code: the exit code of this process.

@@ -50,8 +50,8 @@ def make_stop(start_step: int) -> Callable[[int], bool] | None:
     """Returns a function step -> whether all processes stop after this step; None for a single process.
 
     After a process has received SIGTERM, JAX chooses the step after which all processes stop: the step that follows the
-    largest step that any process has passed to JAX, or step 1 if there is none. So JAX gets the number of steps since
-    the start of the process: in a resumed run, step 1 of the run would be in the past.
+    largest step that any process has passed to JAX, or step 1 if no process has passed a step. In a resumed run, step 1
+    of the run is in the past. So JAX gets the number of steps since the start of the process instead.
 
     Args:
       start_step: the last completed step. Call the returned function for each following step.

@@ -8,9 +8,9 @@ The alternative, delayed scaling, computes scales from the maxima of earlier ste
 up. Each clock tick of a pipeline would need the maxima. After a run is resumed or resized, a number could exceed the
 range of its scale.
 
-A scale is a power of two. It changes no mantissa, so a number is rounded independently of the tensor's maximum, unless
-it becomes subnormal (below 2^-15 of the maximum in e4m3, 2^-30 in e5m2). So the number of microbatches, which
-determines the tensors, hardly affects results.
+A scale is a power of two, which changes no mantissa. So the rounding of a number does not depend on the tensor's
+maximum, unless the number becomes subnormal (below 2^-15 of the maximum in e4m3, 2^-30 in e5m2). Therefore results
+hardly depend on the number of microbatches, which determines the tensors and their maxima.
 """
 
 import functools

@@ -35,7 +35,7 @@ from meshtrain.step.shardings import shardings
 def problems_of_task(assembly: Assembly) -> list[Problem]:
     """Returns a problem if the task cannot generate text, else [].
 
-    A task without `decode` needs `logits`, and a batch with `tokens` and no entries that `token_batch` does not have.
+    A task without `decode` needs `logits`, and a batch that has `tokens` and only entries of `token_batch`.
     """
     if assembly.task.decode is not None:
         return []
