@@ -69,7 +69,7 @@ def copy(name: str) -> pathlib.Path:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints every field of the configuration that the arguments name, or of the default one."""
+    """Prints every field of the configuration that the arguments name, or of the default configuration."""
     extra = argparse.ArgumentParser(prog="python -m meshtrain config", description=main.__doc__, add_help=False)
     extra.add_argument(
         "--copy",

@@ -47,7 +47,7 @@ def default(task: str = "decoder") -> ml_collections.ConfigDict:
       task: the name of a task; its options become the fields of `model`.
 
     Raises:
-      UserError: there is no such task, see `tasks.find`.
+      UserError: no task has this name.
     """
     config = Config(task=task, model=tasks.find(task).options())
     return ml_collections.ConfigDict(dataclasses.asdict(config), type_safe=False)
@@ -109,7 +109,7 @@ def build(
 
 
 def defaults_of(config: Config) -> Config:
-    """Returns a configuration with the same task, data source and named functions, and defaults for their options."""
+    """Returns a configuration with the fields of `config` and their default values; only `task` has its value."""
     return Config(task=config.task, **{name: type(options)() for name, options in groups(config).items()})
 
 

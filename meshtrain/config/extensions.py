@@ -69,7 +69,7 @@ def problems(config: Config, mesh_shape: Mapping[str, int]) -> list[Problem]:
     """Returns an error line for each reason why a configuration cannot reduce gradients or train separate groups.
 
     Args:
-      config: includes the options of the reduction that it names.
+      config: the configuration, with the options of its reduction.
       mesh_shape: the size of each mesh axis.
     """
     try:

@@ -68,8 +68,8 @@ def fine_tuned(config: Config, rank: int, num_sequences: int) -> Config:
 
     The peak rate is 0.1 over the model's width, 2.4e-5 for 4,096, near the 2e-5 of Alpaca (Taori et al. 2023), and ten
     times this rate for adapters (Schulman et al. 2025, LoRA Without Regret). The batch size is the power of two, 8 to
-    64, with which three epochs take about 250 steps. With few sequences, more epochs are trained, at least a hundred
-    steps.
+    64, with which three epochs take about 250 steps. With few sequences, more epochs are trained, so that the run has
+    at least 100 steps.
 
     Args:
       config: a configuration from `of_folder`.

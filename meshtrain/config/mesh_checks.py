@@ -45,8 +45,8 @@ def check_filled(
 ) -> list[Problem]:
     """Returns the problems of `check` if an axis of `config.mesh` has size -1, else [].
 
-    Without an axis of size -1, `resolve` has checked the configuration already. The arguments are the
-    arguments of `check`; `mesh_shape` has the size that replaces -1.
+    Without an axis of size -1, `resolve` has checked the configuration already. The arguments are explained in `check`;
+    `mesh_shape` contains the size that replaces -1.
     """
     is_open = -1 in dataclasses.astuple(config.mesh)
     return check(config, mesh_shape, make_task, rules) if is_open else []
@@ -62,8 +62,13 @@ def on_mesh(
 ) -> list[Problem]:
     """Returns the problems of `check`; if `function` is None, only problems that do not depend on the task.
 
-    If `is_open` (an axis of the mesh has size -1) and there is no other problem, the placement of the weights is not
-    checked. `check_filled` checks the placement later, with the final size of the axis.
+    Args:
+      config: a configuration whose fields are within their bounds.
+      mesh_shape: the size of each mesh axis; 1 for an axis of size -1.
+      function: the task function.
+      rules: logical axis -> mesh axes for the task's weights; None: the built-in table.
+      is_open: whether an axis has size -1. If so, and there is no other problem, the placement of the weights is not
+        checked. `check_filled` checks the placement later, with the final size of the axis.
     """
     rules = rules_of_level(rules or default_rules(config.layout), config.zero.effective_level)
     num_groups = config.local_steps.groups if config.local_steps.period else 0
@@ -248,7 +253,7 @@ def weight_problems(
     Args:
       config: the configuration. The problems name the options in `config.model` that set the size of a dim.
       mesh_shape: the size of each mesh axis.
-      params: abstract parameters in layer order, including the empty layer places of a pipeline.
+      params: abstract parameters in layer order, including the padding layers of a pipeline.
       axes: the logical axes of the parameters.
       rules: the sharding rules for the ZeRO level of the configuration, from `rules_of_level`.
     """

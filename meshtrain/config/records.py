@@ -32,7 +32,7 @@ def is_of_this_release(values: Mapping[str, Json]) -> bool:
 
 
 def version_problem(values: Mapping[str, Json], place: str, fix: str) -> Problem:
-    """Returns the problem that another release of meshtrain wrote the configuration of a run.
+    """Returns the error line for a run whose configuration another release of meshtrain wrote.
 
     Args:
       values: the content of the run's config.json.

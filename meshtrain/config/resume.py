@@ -88,7 +88,7 @@ def difference(old: Mapping[str, Json], new: Mapping[str, Json]) -> list[Problem
 
     Args:
       old: the nested dict of the run to resume, as `json.loads` reads its config.json.
-      new: the nested dict of the new configuration. A key that is missing in one of them has its default.
+      new: the nested dict of the new configuration. A key that `old` or `new` lacks has its default.
     """
     then, after = (flags.flatten(without_version(values)) for values in (old, new))
     defaults = _defaults(new)

@@ -189,7 +189,7 @@ decoder = BuiltIn("decoder", _decoder, DecoderOptions, _check_decoder, takes_ada
 
 
 def names() -> list[str]:
-    """Returns the names of the built-in tasks."""
+    """Returns the names of the built-in tasks, including tasks of installed optional packages."""
     return [decoder.name, *user_functions.plugin_names(KEY)]
 
 

@@ -192,7 +192,8 @@ def factors(found: Adapters, base: str, options: DecoderOptions) -> tuple[LoraOp
       options: the options of the decoder.
 
     Raises:
-      UserError: one line for each tensor that is not a factor of a layer's matrix, or that has another shape or rank.
+      UserError: one line for each tensor that is not a factor of a layer's matrix, or that has another shape or rank;
+        or processes see different files.
     """
     facts: dict[str, Json] = {"options": repr(found.options), "tensors": sorted(found.stored)}
     facts["content"] = tensor_files.content_hash(found.stored)

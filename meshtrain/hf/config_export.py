@@ -115,7 +115,8 @@ def _ropes_in_turns(options: DecoderOptions, stated: Mapping[str, Json], family:
 
     Args:
       options: the options of the decoder.
-      stated: the other keys; their `rope_parameters` become the settings of layers without a window.
+      stated: the keys that `as_json` has created so far. Their `rope_parameters` become the settings of layers without
+        a window.
       family: a key of `FAMILIES`. Gemma 3 also gets the older key `rope_local_base_freq`.
     """
     has_own = options.window > 0 and options.rope.local_base > 0
@@ -136,7 +137,10 @@ def _turns(options: DecoderOptions, family: str) -> JsonObject:
 
 
 def _latent(options: DecoderOptions, stated: Mapping[str, Json]) -> JsonObject:
-    """Returns the latent-attention keys of DeepSeek; they replace head and RoPE keys in `stated`, the other keys."""
+    """Returns the latent-attention keys of DeepSeek.
+
+    Some of them replace head and RoPE keys of `stated`, the keys that `as_json` has created so far.
+    """
     found: JsonObject = {name: values[0] for name, values in FAMILIES[DEEPSEEK].only.items()}
     found |= {"head_dim": options.latent.rope_dim, "v_head_dim": options.width_of_values, "attention_bias": False}
     found |= {"qk_nope_head_dim": options.width_of_head - options.latent.rope_dim}
@@ -165,7 +169,7 @@ def _gemma(options: DecoderOptions) -> JsonObject:
 
 
 def _experts(options: DecoderOptions, family: str) -> JsonObject:
-    """Returns the keys of a mixture-of-experts family, except DeepSeek, whose values are the same in every export."""
+    """Returns the keys of a mixture-of-experts family (not DeepSeek) that have the same values in every export."""
     stated: JsonObject = {"output_router_logits": False}
     if family != "qwen3_moe":
         return stated | ({"router_jitter_noise": 0.0} if family == "mixtral" else {})

@@ -230,7 +230,9 @@ def of_json(given: Mapping[str, Json], path: Path, ignore: str | None) -> Descri
 
 
 def _most_alike(given: Mapping[str, Json], kind: str) -> str:
-    """Returns a text that names the two families most similar to an unknown model, and how the first family differs.
+    """Returns a text that names the two families most similar to an unknown model, and the keys that differ.
+
+    The differing keys are listed for the most similar family.
 
     Args:
       given: the content of the model's config.json.
@@ -287,7 +289,7 @@ def _length(given: Mapping[str, Json], key: str) -> tuple[int, list[Problem]]:
 def differences(
     ours: DecoderOptions, theirs: DecoderOptions, sequence_length: int, directory: str | Path
 ) -> list[Problem]:
-    """Returns an error line for each option of a run that differs from a folder's model and changes its results.
+    """Returns an error line for each option of a run that differs from a folder's model and changes the results.
 
     Args:
       ours: the decoder options of the run.

@@ -127,10 +127,10 @@ def special_token_files(
     """Returns name -> content of the files that record the run's special tokens; they replace the copied files.
 
     Args:
-      ids: `eos_token_id` and other ids of special tokens, as in config.json; empty: generation_config.json is not
-        changed.
-      chosen: new values of the tokenizer's settings, such as `eos_token`; None removes a setting. Empty: the settings
-        are not changed.
+      ids: `eos_token_id` and other ids of special tokens, as in config.json; empty: generation_config.json is not in
+        the result.
+      chosen: new values of the tokenizer's settings, such as `eos_token`; None removes a setting. Empty: the files
+        of settings are not in the result.
       original: the folder that the model was imported from; None if there is none.
       of_text: the folder whose tokenizer is copied; None: the tokenizer is a single file, without settings.
     """

@@ -240,7 +240,7 @@ def read_by_name(directory: str | Path, abstract_params: Params) -> Params:
 def refuse_other_params(folder: Folder, abstract_params: Params) -> None:
     """Checks that a run's parameters have the paths and shapes of a folder's weights; reads no tensor.
 
-    The vocabulary of the run may be padded, thus larger than the folder's.
+    The run may pad the vocabulary, so its vocabulary dims may be larger than the folder's.
 
     Raises:
       UserError: one line for each difference.

@@ -290,7 +290,7 @@ def as_in_files(table: Sequence[Weight], names: Collection[str]) -> list[Weight]
     for all experts of a layer, some of them in 4 bits.
 
     Args:
-      table: from `weights`.
+      table: the table of tensor names, from `weights`.
       names: the names of the tensors in the files.
     """
     fused = {row.path: row for row in _FUSED if row.name.format(0) in names}

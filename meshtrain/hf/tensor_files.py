@@ -169,7 +169,7 @@ def warn_not_finite(place: str | Path, tensors: Collection[str]) -> None:
 
 
 def content_hash(stored: Mapping[str, Stored]) -> str:
-    """Returns a hexadecimal hash of the names, dtypes, shapes and first 4 KiB of all tensors."""
+    """Returns a hexadecimal hash of the names, dtypes, shapes and first 4 KiB of each tensor."""
     digest, files = hashlib.sha256(), dict[Path, BinaryIO]()
     with contextlib.ExitStack() as opened_files:
         for name, one in sorted(stored.items()):
@@ -181,7 +181,12 @@ def content_hash(stored: Mapping[str, Stored]) -> str:
 
 
 def unreadable(stored: Mapping[str, Stored], readable: Collection[str] = READABLE) -> list[Problem]:
-    """Returns an error line for each tensor whose dtype is not in `readable`, dtypes in the notation of the files."""
+    """Returns an error line for each tensor whose dtype is not in `readable`.
+
+    Args:
+      stored: name -> tensor.
+      readable: the readable dtypes in the notation of the files, such as `BF16`.
+    """
     return [
         Problem(
             f"{one.file}: {name}",
@@ -300,7 +305,10 @@ def _header(path: Path, problems: Problems) -> dict[str, Stored]:
 
 
 def _once(pairs: Sequence[tuple[str, Json]]) -> JsonObject:
-    """Returns a JSON object; raises SafetensorError if a key occurs twice (the library would use the last value)."""
+    """Converts the key-value pairs of a JSON object to a dict; raises SafetensorError if a key occurs twice.
+
+    Without this check, the safetensors library would use the last value.
+    """
     counts = collections.Counter(name for name, _ in pairs)
     if len(counts) < len(pairs):
         raise SafetensorError(f"'{counts.most_common(1)[0][0]}' stands there twice")
