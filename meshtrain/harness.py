@@ -156,7 +156,7 @@ class Requests:
 
     @property
     def _beginning(self) -> list[int]:
-        """The token ids before a text without a context: the tokenizer's `begin` ids, or the end of a document."""
+        """The token ids before a text without a context: the tokenizer's `begin` ids, or the end-of-document token."""
         return list(self.tokenizer.begin) or [self.tokenizer.end_id]
 
     def _score(self, pairs: Sequence[tuple[list[int], list[int]]]) -> list[Likelihood]:

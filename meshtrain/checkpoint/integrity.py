@@ -185,7 +185,10 @@ def _difference(path: Path, name: str, expected: FileEntry) -> str:
 
 
 def _other_than_file(path: Place) -> str:
-    """Returns the kind of a path that exists but is not a file, as text; '' otherwise. A pipe would block a reader."""
+    """Returns the kind of a path that exists but is not a file, as text; '' otherwise.
+
+    Callers reject such a path before they read it, because reading a pipe would block.
+    """
     return what_is_at(path) if path.exists() and not path.is_file() else ""
 
 

@@ -348,11 +348,11 @@ def _synthetic(asked: DataRequest) -> Corpus:
 
 
 def open_whole(options: DataOptions, asked: DataRequest) -> Mapping[str, Examples]:
-    """Returns {path: examples of this file}, in which every token except a document's first is a target exactly once.
+    """Returns {path: examples of this file}, for an evaluation of complete files.
 
-    In fine-tuning data, only tokens of answers are targets; a warning counts truncated and dropped lines. Documents are
-    packed into padded rows (`first_fit`) regardless of `data.packing`, because windows of a stream would leave out the
-    tokens after the last complete window.
+    Every token of a document except its first is a target exactly once. In fine-tuning data, only tokens of answers are
+    targets; a warning counts truncated and dropped lines. Documents are packed into padded rows (`first_fit`)
+    regardless of `data.packing`, because windows of a stream would leave out the tokens after the last complete window.
 
     Args:
       options: the options of `text`, `tokens` or `chat` data.

@@ -1,8 +1,8 @@
-"""Splits long texts into pieces that can be tokenized one by one: their ids are those of the complete text.
+"""Splits long texts into pieces that can be tokenized one by one: their ids together are the ids of the complete text.
 
 The package tokenizers needs about 170 bytes of memory for each byte of a text. A *place* is a position between two
-adjacent characters. The steps of a tokenizer.json are added tokens, normalizer, pre-tokenizer and model. A text may be
-split at a place if each step processes the text before the place independently of the text after the place. This module
+adjacent characters. The steps of a tokenizer.json are added tokens, normalizer, pre-tokenizer and model. A place is
+safe for a split if each step processes the text before the place independently of the text after the place. This module
 derives the independence from the definitions of the steps. If it does not know a step, no place is safe.
 """
 

@@ -78,7 +78,8 @@ def share(key: str) -> float:
 def split_by_hash(items: Sequence[_T], keys: Sequence[str], validation_fraction: float) -> tuple[list[_T], list[_T]]:
     """Splits items into (training, validation) by a hash of their keys, see `share`.
 
-    Fewer than 100 items are split at one position instead; then at least one item is used for validation.
+    Fewer than 100 items are split at one position instead. Then at least one item is used for validation, unless
+    `validation_fraction` is 0.
 
     Args:
       items: the items, such as documents.

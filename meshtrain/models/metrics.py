@@ -58,10 +58,9 @@ class Peaks(NamedTuple):
     """A metric for the largest magnitude of activations in each layer, stored as a histogram.
 
     `counts` is float32 [layers, N]: how often a layer's largest magnitude was in each of N bins, eight bins per factor
-    of 2.
-    Each layer returns its row with zeros for the other layers. The last bin also counts non-finite numbers. The logged
-    number of a layer is the middle of the highest bin with a count, which is at most 4.4 % off, or 0 without counts.
-    The maximum over layers is logged as well.
+    of 2. Each layer returns its row with zeros for the other layers. The last bin also counts non-finite numbers. The
+    logged number of a layer is the middle of the highest bin with a count, which is at most 4.4 % off, or 0 without
+    counts. The maximum over layers is logged as well.
     """
 
     counts: jax.Array
