@@ -139,7 +139,7 @@ def run(
             if not (evaluates or saves):
                 continue
             log.completed(log.clock.drain(), state)
-            with log.clock.pause(), observers.watchdog.patient():
+            with log.clock.pause(), observers.watchdog.longer_limit():
                 # A save between skipped steps could delete the last good checkpoint.
                 if saves and (is_last or stops or not num_skipped_in_a_row(metrics)):
                     actions.write(step, actions.save(step, state))
@@ -196,7 +196,7 @@ def save_before(step: int, state: TrainState, log: "Log") -> None:
       log: writes the rows of metrics.
     """
     log.completed(log.clock.drain(), state)
-    with log.clock.pause(), log.observers.watchdog.patient():
+    with log.clock.pause(), log.observers.watchdog.longer_limit():
         log.actions.write(step - 1, log.actions.save(step - 1, state))
         log.actions.finish_saving()
     log.observers.progress.line(f"saved at step {step - 1}: the batch of step {step} cannot be read")

@@ -7,13 +7,13 @@ from pathlib import Path
 
 from meshtrain import user_functions
 from meshtrain.assembly.assemble import Assembly
-from meshtrain.config.build import Given
+from meshtrain.config.build import ConfigLike
 from meshtrain.config.resolve import resolve
 from meshtrain.config.schema import Config
 from meshtrain.config.tasks import MakeTask
 from meshtrain.data.dataset import MakeData
 from meshtrain.files import expand_user
-from meshtrain.launch.endings import telling_errors
+from meshtrain.launch.endings import publish_errors
 from meshtrain.launch.watchdog import Watchdog
 from meshtrain.run import elastic, memory_check, preflight, saving, summary
 from meshtrain.run.generating import sample_texts
@@ -41,7 +41,7 @@ class Result:
 
 
 def train(
-    config: Given,
+    config: ConfigLike,
     directory: str | Path = "runs/default",
     make_task: MakeTask | None = None,
     make_data: MakeData | None = None,
@@ -73,8 +73,8 @@ def train(
     """
     begun_seconds = time.monotonic()
     preflight.check_arguments(directory, make_task, make_data, rules)
-    source = {"data.source": user_functions.function_name(make_data)} if make_data else {}
-    config = resolve(config, source, make_task=make_task, rules=rules, reads_data=make_data is None)
+    overrides = {"data.source": user_functions.function_name(make_data)} if make_data else {}
+    config = resolve(config, overrides, make_task=make_task, rules=rules, reads_data=make_data is None)
     return train_resolved(config, directory, make_task, make_data, rules, begun_seconds=begun_seconds)
 
 
@@ -87,33 +87,36 @@ def train_resolved(
     *,
     begun_seconds: float,
 ) -> Result:
-    """Trains a configuration that `resolve` has checked. For the other arguments and the errors see `train`.
+    """Trains a configuration that `resolve` has checked; `meshtrain.main` and `train` call it.
+
+    For the other arguments and the errors see `train`.
 
     Args:
-      begun_seconds: `time.monotonic()` when the program started; goodput counts the time since then.
+      begun_seconds: `time.monotonic()` when the program started. Goodput, the share of useful time, counts from then.
     """
-    run = expand_user(directory).absolute()
+    folder = expand_user(directory).absolute()
     # A job has one process per host, and every process runs this same program. `devices` lists the devices of all
-    # processes, in the same order in each process.
-    devices = elastic.start_devices(config)
-    with telling_errors(), Watchdog(config.watchdog_seconds) as watchdog:
-        config, opened = preflight.set_num_steps(config, make_task, make_data)
+    # processes, in the same order in each process. With fewer hosts than configured, an elastic job uses those there.
+    devices, device_lines = elastic.start_devices(config)
+    with publish_errors(), Watchdog(config.watchdog_seconds) as watchdog:
+        config, opened_data = preflight.set_num_steps(config, make_task, make_data)  # opened only to count epochs
         # A mesh arranges the devices in a grid with named axes. The assembly is planned from shapes only, before any
         # array exists. It decides which device stores which part of each array. The step is written as if each array
         # were on a single device; the compiler splits the work and adds the communication.
-        assembly = preflight.checked_assembly(config, devices, make_task, rules, run)
+        assembly = preflight.checked_assembly(config, devices, device_lines, make_task, rules, folder)
         # The seed and the step number determine each batch. So a resumed run needs no saved position in the data: the
         # step number is enough.
-        corpus = preflight.checked_data(assembly, opened, make_data, run)
-        texts = sample_texts(assembly, corpus, make_task, rules)
-        with saving.open_checkpoints(assembly, run) as checkpoints:
-            session = Session(assembly, corpus, checkpoints, run, watchdog, begun_seconds)
+        dataset = preflight.checked_data(assembly, opened_data, make_data, folder)
+        generate_samples = sample_texts(assembly, dataset, make_task, rules)
+        with saving.open_checkpoints(assembly, folder) as checkpoints:
+            session = Session(assembly, dataset, checkpoints, folder, watchdog, begun_seconds)
             # The state is the weights, the optimizer's moments and a few counters. Each device creates or reads only
-            # its part, so the state may be larger than the memory of any device.
+            # its part, so the state may be larger than the memory of any device. Meanwhile a thread compiles the step.
             start = begin(session)
-            # The step donates its input state: JAX may reuse the memory of the old weights for the new weights. After
-            # the step the old arrays are deleted, and reading them raises an error.
-            state, values = run_loop(session, start, texts)
-        with watchdog.patient(), memory_check.explain_memory(assembly):
+            # A step computes gradients, and `WeightUpdate` (step/step.py) applies them. The step donates its input
+            # state: JAX may reuse the memory of the old weights for the new weights. After the step the old arrays are
+            # deleted, and reading them raises an error.
+            state, values = run_loop(session, start, generate_samples)
+        with watchdog.longer_limit(), memory_check.explain_memory(assembly):
             summary.show(session, state, values, make_task, rules)
-    return Result(state, values, run, assembly)
+    return Result(state, values, folder, assembly)

@@ -47,6 +47,7 @@ def _whole(config: Config, placed: Placed) -> Computations:
     """Returns the functions for a mesh without a pipeline: each device computes all layers on its part of the batch."""
     task, axes, parts = placed.task, batch_axes(placed.batch), num_microbatches(config, placed.mesh.shape)
     of_task = task.logits
+    # The decoder's `task.loss` is last(repeated(first(batch))) of `models/transformer/task.py`.
     return Computations(
         gradients=accumulate_gradients(task.loss, parts, placed.placement, placed.replicas, axes),
         evaluate=accumulate_loss(task.loss, parts, placed.placement, axes),

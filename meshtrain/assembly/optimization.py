@@ -99,6 +99,7 @@ def weight_update(
         or config.learning_rate.name not in RATES
         or (after_update is not None and config.task not in task_names()),
     )
+    # In plain training this is update(after_update=after_update): a `WeightUpdate`.
     return extension.update(update, after_update)
 
 

@@ -47,7 +47,8 @@ class Placed:
       axes: a pytree with the logical axes of each parameter.
       stack: the arrangement of layers in a pipeline; None without a pipeline.
       program: the pipeline's schedule as tables for the executor; None if the pipeline axis has size 1.
-      replicas: sums gradients over microbatches and over data-parallel replicas.
+      replicas: sums gradients over microbatches and over data-parallel replicas; `replicas.specs` has the
+        PartitionSpec of each weight.
     """
 
     mesh: Mesh

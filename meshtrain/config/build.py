@@ -27,7 +27,7 @@ from meshtrain.errors import Problem, UserError, first_line
 from meshtrain.options import Options, Value, Values, add_user_options, function_field
 
 # The value that a configuration file's get_config() returns; fields that a mapping lacks have their defaults.
-Given: TypeAlias = Config | ml_collections.ConfigDict | Mapping[str, Value]
+ConfigLike: TypeAlias = Config | ml_collections.ConfigDict | Mapping[str, Value]
 
 
 def default(task: str = "decoder") -> ml_collections.ConfigDict:
@@ -54,7 +54,7 @@ def default(task: str = "decoder") -> ml_collections.ConfigDict:
 
 
 def build(
-    given: Given, overrides: Mapping[str, str], make_task: MakeTask | None = None
+    given: ConfigLike, overrides: Mapping[str, str], make_task: MakeTask | None = None
 ) -> tuple[Config, list[Problem]]:
     """Returns a configuration with the right types, and a problem for each key or value that could not be used.
 
@@ -214,7 +214,7 @@ def _drop_other_defaults(start: Config, values: Values, *, is_named: bool) -> li
     ]
 
 
-def file_content(path: str | None) -> Given:
+def file_content(path: str | None) -> ConfigLike:
     """Runs the configuration file at `path` and returns the value of its `get_config()`; {} if `path` is None.
 
     The value {} sets no option, so only the option `task` determines the fields of `model`.

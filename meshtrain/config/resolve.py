@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from meshtrain.cli import flags
 from meshtrain.config import data_sources, tasks
-from meshtrain.config.build import Given, build, default, defaults_of, file_content
+from meshtrain.config.build import ConfigLike, build, default, defaults_of, file_content
 from meshtrain.config.mesh_checks import on_mesh
 from meshtrain.config.records import record
 from meshtrain.config.schema import Config
@@ -29,7 +29,7 @@ from meshtrain.step.precision import compute_name
 
 
 def resolve(
-    given: Given,
+    given: ConfigLike,
     overrides: Mapping[str, str] | None = None,
     also: Sequence[str] = (),
     *,

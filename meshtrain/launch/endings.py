@@ -60,7 +60,7 @@ def end_together() -> None:
 
 
 @contextlib.contextmanager
-def telling_errors() -> Iterator[None]:
+def publish_errors() -> Iterator[None]:
     """Context manager: publishes a UserError of the block to the other processes immediately.
 
     So the other processes end even if an enclosing block of this process waits for processes or threads.

@@ -108,7 +108,7 @@ class Watchdog:
             self._durations.append(seconds)
 
     @contextlib.contextmanager
-    def patient(self) -> Iterator[None]:
+    def longer_limit(self) -> Iterator[None]:
         """Context manager: raises the time limit to half an hour for an evaluation or a save, including compilation."""
         before, self._is_patient = self._is_patient, True
         try:

@@ -14,7 +14,7 @@ from meshtrain.assembly.steps import compiled_step, trace_steps
 from meshtrain.checkpoint.checkpoint import AVERAGES, Checkpoints
 from meshtrain.errors import warn
 from meshtrain.launch import peers
-from meshtrain.launch.endings import telling_errors
+from meshtrain.launch.endings import publish_errors
 from meshtrain.observe.progress import phase
 from meshtrain.optim.average import Averaged
 from meshtrain.run import base_weights, memory_check, workdir
@@ -34,7 +34,7 @@ def begin(session: Session) -> Start:
     """
     assembly, run, is_main = session.assembly, session.run, peers.is_main_process()
     config = assembly.config
-    with memory_check.explain_memory(assembly), ThreadPoolExecutor(1) as thread, telling_errors():
+    with memory_check.explain_memory(assembly), ThreadPoolExecutor(1) as thread, publish_errors():
         is_saved = workdir.newest_step(run, config.checkpoint.directory) > 0
         with phase("restore" if is_saved else "init", is_main=is_main) as say:
             # The compiler releases the interpreter, so the state is initialized or restored while the step compiles.

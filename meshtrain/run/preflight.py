@@ -70,7 +70,8 @@ def set_num_steps(
 
 def checked_assembly(
     config: Config,
-    devices: tuple[Sequence[jax.Device], Sequence[str]],
+    devices: Sequence[jax.Device],
+    device_lines: Sequence[str],
     make_task: MakeTask | None,
     rules: Rules | None,
     run: Path,
@@ -79,7 +80,8 @@ def checked_assembly(
 
     Args:
       config: the configuration, from `resolve`.
-      devices: the devices of all processes, and lines about them to print; from `elastic.start_devices`.
+      devices: the devices of all processes, from `elastic.start_devices`.
+      device_lines: lines about the devices, to print with the mesh.
       make_task: the caller's task function; None: the function that `config.task` names.
       rules: the caller's rules, logical axis -> mesh axes; None: the built-in table.
       run: the run's folder.
@@ -92,9 +94,9 @@ def checked_assembly(
     saved = workdir.newest_step(run, config.checkpoint.directory)
     problems = peers.share_problems("workdir", check(config, run, saved))
     with phase("mesh", is_main=peers.is_main_process()) as say:
-        assembly, lines = elastic.assemble_run(config, devices[0], make_task, rules, problems)
+        assembly, lines = elastic.assemble_run(config, devices, make_task, rules, problems)
         machines = peers.num_machines()
-        say("; ".join([describe(assembly.mesh, machines), *assembly.cost.exchanges, *devices[1], *lines]))
+        say("; ".join([describe(assembly.mesh, machines), *assembly.cost.exchanges, *device_lines, *lines]))
     for what, change in advice(assembly.mesh, machines) if peers.is_main_process() else ():
         warn(f"mesh: {what}; nearest: {change}")
     return assembly

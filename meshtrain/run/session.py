@@ -96,7 +96,7 @@ def run_loop(
         stream = training_batches(assembly, corpus, start.step)
         with saving.guard(actions, checkpoints, trackers) as actions:
             last = loop.run(start.state, start.step, stream, when, throughput, actions, observers)
-        with session.watchdog.patient():
+        with session.watchdog.longer_limit():
             trackers.close()  # a tracker may send remaining rows over the network
         return last
 

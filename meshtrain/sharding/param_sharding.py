@@ -289,6 +289,15 @@ def spec(path: str, shape: Sequence[int], names: Names, column: Column, mesh_sha
 
     Raises:
       UserError: the rules cannot split the array; `array_problems` returns the reasons.
+
+    The query kernels (`models/attention/multi_head.py`) of all layers, stacked by `models/transformer/decoder.py`, with
+    mesh.tensor=2:
+
+    >>> from meshtrain.sharding.rules import AXES, LayoutOptions, default_rules
+    >>> shape, names = (4, 128, 4, 32), ("layers", "embed", "heads", "head_dim")
+    >>> column = default_rules(LayoutOptions()).parameters
+    >>> tuple(spec("layers/attention/query", shape, names, column, dict.fromkeys(AXES, 1) | {"tensor": 2}))
+    (None, None, 'tensor')
     """
     refuse(array_problems(path, shape, names, column, mesh_shape))
     dims = [column[name] if name is not None else () for name in names]

@@ -72,10 +72,10 @@ def test_own_endings_and_those_that_all_find_end_nobody(published):
 
 def test_a_user_error_of_a_block_is_published_before_the_block_ends(job):
     store = job(1)
-    with pytest.raises(TooFew), endings.telling_errors():
+    with pytest.raises(TooFew), endings.publish_errors():
         raise TooFew("mesh: got 3")
     assert json.loads(store.values["meshtrain/ending/1"]) == of(69, "meshtrain: error: mesh: got 3", False)
-    with pytest.raises(ZeroDivisionError), endings.telling_errors():
+    with pytest.raises(ZeroDivisionError), endings.publish_errors():
         _ = 1 / 0
     assert len(store.values) == 1
 
@@ -137,7 +137,7 @@ def test_the_error_of_one_process_ends_both_though_the_other_waits_for_a_message
 
 
 def test_a_user_error_alone_is_not_told_to_anybody(capsys):
-    with pytest.raises(UserError), endings.telling_errors():
+    with pytest.raises(UserError), endings.publish_errors():
         raise UserError("a: got b")
     words = "from meshtrain.errors import run, UserError\ndef main(): raise UserError('a: got b')\nrun(main)"
     done = subprocess.run([sys.executable, "-c", words], cwd=ROOT, capture_output=True, text=True, check=False)
