@@ -202,7 +202,7 @@ class Watched(Layer):
 
 
 class Head(nn.Module):
-    """The last norm and the head, [b, T, D] -> logits [b, T, v]. The v columns may be a shard over a manual axis.
+    """The last norm and the head, [b, T, D] -> logits [b, T, v]. The v columns may be a shard of all columns.
 
     Attributes:
       options: options of the decoder.
