@@ -39,7 +39,7 @@ _NO_SIGN = "0 none"  # placeholder before the first heartbeat; it starts with th
 class Watchdog:
     """Ends the process if a step takes too long or another process is lost; checks once a second in its `with` block.
 
-    Call `completed` after each step, and enclose evaluations and saves in `patient`.
+    Call `completed` after each step, and enclose evaluations and saves in `longer_limit`.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Watchdog:
         self._durations: collections.deque[float] = collections.deque(maxlen=_NUM_STEPS_REMEMBERED)
         self._step = 0
         self._is_starting = True  # until the first step has completed: compiling may take any time
-        self._is_patient = False
+        self._has_longer_limit = False
         self._last_seconds = now()
         self._signs: dict[int, tuple[str, float]] = {}
         self._answered_seconds = self._looked_seconds = now()
@@ -110,17 +110,17 @@ class Watchdog:
     @contextlib.contextmanager
     def longer_limit(self) -> Iterator[None]:
         """Context manager: raises the time limit to half an hour for an evaluation or a save, including compilation."""
-        before, self._is_patient = self._is_patient, True
+        before, self._has_longer_limit = self._has_longer_limit, True
         try:
             yield
         finally:
-            self._last_seconds, self._is_patient = self._now(), before
+            self._last_seconds, self._has_longer_limit = self._now(), before
 
     def limit_seconds(self) -> float:
         """Returns the current time limit for a step, in seconds; infinite until the first step has completed."""
         if self._is_starting:
             return math.inf
-        if self._is_patient:
+        if self._has_longer_limit:
             return max(_PATIENT_SECONDS, self._limit_seconds)
         if self._limit_seconds:
             return self._limit_seconds

@@ -66,10 +66,10 @@ def test_a_limit_of_ones_own(clock):
 def test_evaluations_and_saves_have_half_an_hour(clock):
     dog = watchdog(clock, 5.0)
     dog.completed(1, 1.0)
-    with dog.patient():
+    with dog.longer_limit():
         assert after(dog, clock, 1700) == ""
     assert after(dog, clock, 5) == ""
-    with dog.patient():
+    with dog.longer_limit():
         assert "(allowed: 1800)" in after(dog, clock, 1900)
 
 
