@@ -235,7 +235,7 @@ def wrap_user_errors(problem: Problem, call: str = "") -> Iterator[None]:
         yield
     except UserError:
         raise
-    except (Exception, SystemExit) as error:  # any exception
+    except (Exception, SystemExit) as error:  # user code may raise any exception
         fault = f"{problem.fault} raises {_exception_text(error)}{call}"
         raise UserError(problem.with_parts(fault=fault)) from error
 

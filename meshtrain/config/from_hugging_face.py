@@ -17,7 +17,7 @@ from meshtrain.step.precision import PrecisionOptions
 
 LONGEST, BATCH_SIZE = 1024, 8  # of the created configuration: maximum sequence length in tokens, batch in sequences
 LARGEST_BATCH, EPOCHS, LEAST_STEPS, WANTED_STEPS = 64, 3, 100, 250
-_SHOWN = ("num_steps", *(f"mesh.{axis}" for axis in AXES))  # listed even if they have their defaults
+_SHOWN = ("num_steps", *(f"mesh.{axis}" for axis in AXES))  # keys that the file sets even if they have their defaults
 _FILE = '''\
 """A {family} of {num_layers} layers, from {directory}.
 
@@ -52,7 +52,8 @@ def of_folder(directory: str | Path, ignore: str = "") -> Config:
     folder = expand_user(directory).absolute()
     folder_content = describe_model(folder, ignore)
     has_tokenizer = what_is_at(folder / TOKENIZER) == "a file"
-    policy = "bfloat16" if folder_content.dtype == "bfloat16" else PrecisionOptions.policy  # others: in float32
+    # Weights of any other dtype are trained with the default policy, in float32.
+    policy = "bfloat16" if folder_content.dtype == "bfloat16" else PrecisionOptions.policy
     return Config(
         model=folder_content.options,
         sequence_length=min(folder_content.max_length or LONGEST, LONGEST),

@@ -59,11 +59,11 @@ def resolve(
       UserError: lists all unknown keys, wrong types, values outside their bounds, and problems that `check` finds.
     """
     config, found = build(given, overrides or {}, make_task)
-    read_elsewhere = ("data.path", "data.validation_path") if is_own(config.data) else ()  # URLs too
+    read_elsewhere = ("data.path", "data.validation_path") if is_own(config.data) else ()  # may be URLs
     found += [problem for problem in problems(config, "") if problem.key not in read_elsewhere]
     schema = flags.schema(start := defaults_of(config))
     faulty = {problem.key for problem in found}
-    faulty |= {key for key in schema for group in faulty if key.startswith(f"{group}.")}  # a value in place of a group
+    faulty |= {key for key in schema for group in faulty if key.startswith(f"{group}.")}  # a group set to one value
     # The checks across fields need legal values. So a wrong value is replaced by its default, and problems that depend
     # on this value are dropped.
     defaults = {key: entry.default for key, entry in schema.items() if key in faulty}
@@ -83,7 +83,7 @@ def resolve(
         *loss_scale.check(mended.loss_scale, computes_in_float16=compute_name(mended.precision) == "float16"),
     ]
     sizes = dataclasses.asdict(mended.mesh)
-    is_open = -1 in sizes.values() and not (found or across or also)  # all problems come at once
+    is_open = -1 in sizes.values() and not (found or across or also)  # otherwise report placement, too
     across += on_mesh(mended, {axis: max(size, 1) for axis, size in sizes.items()}, function, rules, is_open=is_open)
     found += [problem for problem in across if not faulty & {problem.key, *problem.depends_on}]
     refuse([*also, *found])

@@ -25,7 +25,7 @@ def without_effect(config: Config, mesh_shape: Mapping[str, int]) -> dict[str, s
     scaling = loss_scale.scaling(config.loss_scale, num_targets=1, computes_in_float16=in_float16)
     is_built_in = config.task in tasks.names()
     known = {
-        # A user's task may have routers, regardless of the names of its options.
+        # Conditions on options of the decoder are not checked for a user's task, which may have routers, for example.
         **{key: value for key, value in values.items() if is_built_in or not key.startswith("model.")},
         **{f"mesh.{axis}": size for axis, size in mesh_shape.items()},
         "the loss is not scaled": scaling is None,

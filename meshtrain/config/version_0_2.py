@@ -69,7 +69,8 @@ def converted(record: Mapping[str, Json]) -> Values:
     """
     values = flags.flatten(record)
     result: Values = {"optimizer.muon_bias_correction": True} if values.get("optimizer.name") == "muon" else {}
-    # The loss was a sum over layers, divided by the experts of a token; it is a mean over layers, and not divided.
+    # The balance loss was a sum over layers, divided by the experts of a token. Now it is a mean over layers, and not
+    # divided.
     with contextlib.suppress(KeyError, TypeError, ArithmeticError):
         if values["model.num_experts"]:
             weight = values["model.balance_weight"] * values["model.num_layers"] / values["model.experts_per_token"]

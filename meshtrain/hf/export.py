@@ -105,7 +105,7 @@ def write_rest(
     Args:
       folder: an existing folder.
       config: the content of config.json, from `config_export.as_json`.
-      original: the folder that the model was imported from; None if there is none.
+      original: the folder that the model was imported from; None if the model was not imported.
       of_text: the folder whose tokenizer and chat template are copied; None: no tokenizer is copied.
       written: name -> content of additional files; they replace copied files of the same name.
     """
@@ -131,7 +131,7 @@ def special_token_files(
         the result.
       chosen: new values of the tokenizer's settings, such as `eos_token`; None removes a setting. Empty: the files
         of settings are not in the result.
-      original: the folder that the model was imported from; None if there is none.
+      original: the folder that the model was imported from; None if the model was not imported.
       of_text: the folder whose tokenizer is copied; None: the tokenizer is a single file, without settings.
     """
     files = dict[str, JsonObject]()

@@ -252,7 +252,7 @@ def _in_turns(given: Mapping[str, Json], kind: str) -> tuple[Values, list[Proble
     elif any(value != every for value in patterns.values()) or type(every) is not int or every < 1:
         return {}, [refusal(key, every, f"one whole number, at least 1, in each of {', '.join(patterns)}")]
     if not isinstance(num_layers, int):
-        return {}, []  # reported by another check
+        return {}, []  # `_fields` in config_json reports num_hidden_layers
     if types is not None and (not _has_length(types, num_layers) or types != turns(num_layers, every)):
         return {}, [refusal("layer_types", types, f"{num_layers} layers, of which every nth is {FULL}")]
     if every == 1:
