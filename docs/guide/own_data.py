@@ -1,4 +1,4 @@
-"""Documents in an ArrayRecord file, read by Grain: each document is a row, truncated at the sequence length.
+"""A custom data source: Grain reads documents from an ArrayRecord file; each document becomes one example.
 
 python -m meshtrain train --config.data.source=docs.guide.own_data:documents --config.data.path=FILE
 """
@@ -14,7 +14,7 @@ from meshtrain.data.tokenizer import byte_tokenizer
 
 
 def documents(config: Config) -> Dataset:
-    """Returns the records of `config.data.path`, UTF-8 text each, as rows of bytes; one in twenty is for validation."""
+    """Returns the UTF-8 records of `config.data.path` as byte tokens, truncated; 1 in 20 is for validation."""
     length, text = config.sequence_length, byte_tokenizer()
 
     def row(record: bytes) -> dict[str, np.ndarray]:

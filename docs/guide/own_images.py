@@ -1,4 +1,4 @@
-"""A custom task with custom data: classify three drawn shapes, in Flax Linen, on data 2 x fsdp 2.
+"""A custom task with custom data: a Flax Linen network classifies images of three shapes, on data 2 x fsdp 2.
 
 python -m meshtrain train --config=docs/guide/own_images.py   (or explain, plan --cluster=cpu:4, config)
 """
@@ -23,7 +23,7 @@ SIZE, NUM_TRAIN, NUM_HELD_OUT = 16, 3000, 300
 
 
 def drawn(number: int) -> dict[str, np.ndarray]:
-    """Returns an example: a disc, a square or a diamond somewhere in an image full of noise."""
+    """Returns an example: a noisy image that contains a disc, a square or a diamond, and its label."""
     random, label = np.random.default_rng(int(number)), int(number) % 3
     (x, y), radius = random.integers(5, SIZE - 5, 2), random.integers(3, 5)
     across, down = np.abs(np.arange(SIZE) - x)[None, :], np.abs(np.arange(SIZE) - y)[:, None]
@@ -33,7 +33,7 @@ def drawn(number: int) -> dict[str, np.ndarray]:
 
 
 def shapes(config: Config) -> Dataset:
-    """Returns the data: examples by index, drawn when they are read."""
+    """Returns the data. An example is computed from its index when it is read."""
     examples = grain.MapDataset.range(NUM_TRAIN + NUM_HELD_OUT).map(drawn)
     return Dataset(examples[:NUM_TRAIN], examples[NUM_TRAIN:], fingerprint="shapes 1")
 
@@ -47,7 +47,7 @@ class Options:
 
 
 class Network(nn.Module):
-    """Maps an image [16, 16, 1] to three logits; each weight declares logical axes that have rules."""
+    """Maps an image [16, 16, 1] to three logits; each weight declares logical axes from the table of rules."""
 
     options: Options
 
@@ -64,14 +64,14 @@ class Network(nn.Module):
 
 
 def which_shape(config: Config, placement: Placement) -> Task:
-    """Returns the task."""
+    """Returns the task: classify the shape in an image."""
     network, b = Network(config.model), config.batch_size
 
     def init(rng: jax.Array) -> Params:
         return network.init(rng, jnp.zeros((SIZE, SIZE, 1)), False)["params"]
 
     def loss(params: Params, batch: Batch, rng: jax.Array, train: bool) -> Loss:
-        def logits(image: jax.Array, key: jax.Array) -> jax.Array:  # of one image, with its own key
+        def logits(image: jax.Array, key: jax.Array) -> jax.Array:  # of one image, with a separate random key
             return network.apply({"params": params}, image, train, rngs={"dropout": key})
 
         found = jax.nn.log_softmax(jax.vmap(logits)(batch["images"], sequence_keys(rng, batch)))
@@ -88,7 +88,7 @@ which_shape.options = Options
 
 
 def get_config() -> ConfigDict:
-    """The configuration: this task, these data, a mesh of two axes."""
+    """Returns the configuration: this task and these data on a mesh of two axes."""
     config = default(task="docs.guide.own_images:which_shape")
     config.data.source = "docs.guide.own_images:shapes"
     config.mesh.data = config.mesh.fsdp = 2

@@ -1,4 +1,4 @@
-"""A custom optimizer: the sign of a momentum that includes this step's gradient; its state is one number per weight.
+"""A custom optimizer: updates are the sign of a momentum, which is its only state: one number per parameter.
 
 python -m meshtrain train --config=configs/tiny.py --config.optimizer.name=docs.guide.own_optimizer:sign_momentum
 """
@@ -15,11 +15,11 @@ from meshtrain.sharding.param_kinds import decays
 
 @dataclasses.dataclass(frozen=True)
 class SignMomentumOptions:
-    """Options in the group `optimizer`; two of them also exist for other optimizers, with the same defaults."""
+    """Options in the group `optimizer`; other optimizers have `momentum` and `weight_decay` with the same defaults."""
 
     momentum: float = option(0.95, "decay of the momentum", minimum=0.0, maximum=0.999)
     weight_decay: float = option(0.1, "decoupled weight decay of matrices and tables", minimum=0.0)
-    nesterov: bool = option(True, "whether the sign is taken after the gradient was added once more")
+    nesterov: bool = option(True, "Nesterov momentum: add the gradient once more before the sign is taken")
 
 
 def sign_momentum(options: SignMomentumOptions, rates: optax.Schedule, axes: Any) -> optax.GradientTransformation:
@@ -33,4 +33,4 @@ def sign_momentum(options: SignMomentumOptions, rates: optax.Schedule, axes: Any
 
 
 sign_momentum.options = SignMomentumOptions
-sign_momentum.elementwise = True  # each number of a weight moves by its own gradient and momentum
+sign_momentum.elementwise = True  # the update of each element depends only on the gradient and momentum of this element

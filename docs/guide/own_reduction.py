@@ -1,4 +1,4 @@
-"""A custom reduction: each replica passes parts of the sum to the next replica, around a ring.
+"""A custom gradient reduction: each replica sends partial sums to the next replica, around a ring.
 
 python -m meshtrain train --config=configs/tiny.py --config.mesh.data=4 \
   --config.reduction.name=docs.guide.own_reduction:ring
@@ -12,7 +12,7 @@ from meshtrain.sharding.reduction import Reduction, ReductionOptions
 
 
 def ring(options: ReductionOptions, dtype: DTypeLike) -> Reduction:
-    """Returns the ring reduction; sums are sent in `precision.reduce_dtype`."""
+    """Returns the ring reduction, which sends sums in `dtype` (`precision.reduce_dtype`)."""
 
     def summed(x: jax.Array, dim: int, over: str) -> jax.Array:
         n, me = jax.lax.axis_size(over), jax.lax.axis_index(over)
@@ -22,7 +22,7 @@ def ring(options: ReductionOptions, dtype: DTypeLike) -> Reduction:
         part = rows[me - 1]
         for i in range(n - 1):
             part = send(part) + rows[(me - 2 - i) % n]
-        if dim:  # ZeRO level 1: this replica needs only its own row
+        if dim:  # ZeRO level 1: this replica needs only its shard of the sum
             return part.astype(jnp.float32)
         rows = rows.at[me].set(part)
         for i in range(n - 1):

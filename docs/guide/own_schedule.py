@@ -1,7 +1,7 @@
-"""A custom pipeline schedule: GPipe in groups whose number of microbatches equals the number of stages.
+"""A custom pipeline schedule: runs GPipe on one group of microbatches after another; a group has one per stage.
 
-A stage stores at most as many microbatches as there are stages; the first stage of 1f1b stores almost twice as many.
-Each group has its own bubble.
+With S stages, a stage stores activations of at most S microbatches; the first stage of 1f1b stores up to 2 S - 1. The
+pipeline is filled and drained once for each group, so the stages are idle more often than with GPipe.
 
 python -m meshtrain pipeline --schedule=docs.guide.own_schedule:in_groups --stages=4 --microbatches=8
 python -m meshtrain train --config=configs/3d.py --config.pipeline.schedule=docs.guide.own_schedule:in_groups
