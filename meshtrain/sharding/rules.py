@@ -5,8 +5,7 @@ row-major order, so the last axes connect neighbours on the fast links within a 
 layer, and so do `context` and `expert`, with fewer bytes. `fsdp` communicates once per layer, `pipeline` once per
 microbatch, and `data` once per step.
 
-To add an axis, add a record and the rules that name it to this file, and its traffic to `plan/cost/lower_bound.py` and
-`models/cost.py`.
+To add an axis, add a record to `AXIS_RECORDS`; CONTRIBUTING.md lists what each role needs besides.
 """
 
 import dataclasses
