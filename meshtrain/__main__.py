@@ -22,7 +22,7 @@ from meshtrain.errors import Problem, UserError, fold, nearest, run
 COMMANDS = {
     "train": ("meshtrain.main", "train, or resume the run in the workdir"),
     "explain": ("meshtrain.explain", "print how each array of a configuration is sharded"),
-    "plan": ("meshtrain.plan.__main__", "compile the step for a cluster that need not exist: memory, time, traffic"),
+    "plan": ("meshtrain.plan.__main__", "compile the step for a cluster, which need not exist: memory, time, traffic"),
     "pipeline": ("meshtrain.pipeline.__main__", "print or draw a pipeline schedule"),
     "generate": ("meshtrain.generate", "continue or answer prompts with a run's weights"),
     "evaluate": ("meshtrain.evaluate", "score a run's weights: loss, perplexity, bits per byte, metrics"),
@@ -62,7 +62,10 @@ def usage() -> str:
             "",
             align(rows, ("command", "what it does")),
             "",
-            f"`{program()} COMMAND --help` lists a command's arguments, `{program()} --version` what is installed.",
+            (
+                f"`{program()} COMMAND --help` lists a command's arguments, `{program()} --version` the installed "
+                "versions."
+            ),
             f"An example: {program()} {_EXAMPLE}",
         ]
     )
@@ -103,8 +106,8 @@ def main(argv: Sequence[str]) -> int:
         raise UserError(
             Problem(
                 "command",
-                got=f"'{command}', and meshtrain/{package} is not here",
-                allowed="commands of folders that are",
+                got=f"'{command}', but the folder meshtrain/{package} is missing",
+                allowed="commands whose folder is installed",
                 nearest="install the package again",
             )
         )

@@ -33,11 +33,11 @@ EXIT_CLOSED_PIPE = 141  # a shell's exit code for SIGPIPE
 OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"  # part of the message of XLA's exception
 EXIT_CODES = {
     EXIT_FINISHED: "finished",
-    EXIT_BUG: "a bug, with its traceback; `verify`: a checkpoint is damaged; `bench-collectives`: a value is wrong",
-    EXIT_USER_ERROR: "a mistake in the input, or more than the memory has; `doctor`: a job would fail",
+    EXIT_BUG: "a bug, with its traceback; `verify`: a checkpoint is damaged; `bench-collectives`: a result is wrong",
+    EXIT_USER_ERROR: "a mistake in the input, or not enough memory; `doctor`: a job would fail",
     EXIT_STOPPED_ITSELF: "training stopped itself: too many steps in a row were skipped, or the last was not finite",
     EXIT_LOST_PEER: "a hang, or a lost process",
-    EXIT_TOO_FEW: "the run does not fit the processes that are left: start fewer, or wait for the others",
+    EXIT_TOO_FEW: "the run does not fit the remaining processes: start fewer, or wait for the others",
     EXIT_NOT_SAVED: "the last checkpoint or standard output could not be written, or the run's folder was deleted",
     EXIT_START_AGAIN: "interrupted after saving: start it again",
     EXIT_INTERRUPTED: "Ctrl-C without a save: the second one during training, or the first in other commands",
@@ -305,7 +305,7 @@ def first_line(error: BaseException) -> str:
     try:
         return (str(error).strip() or "no message").splitlines()[0]
     except Exception:  # noqa: BLE001  a user's __str__ may raise anything
-        return "a message that cannot be shown"
+        return "a message that cannot be printed"
 
 
 def fold(word: str) -> str:
@@ -458,7 +458,7 @@ def _code_of(entry: Callable[[], int | None]) -> tuple[int, str]:
         if not is_out_of_memory(error):
             raise
         fix = "more devices, or a machine with more memory"
-        problem = Problem("memory", got=f"'{first_line(error)}'", allowed="what the device has", nearest=fix)
+        problem = Problem("memory", got=f"'{first_line(error)}'", allowed="the memory of the device", nearest=fix)
         return EXIT_USER_ERROR, error_lines(UserError(problem))
     except KeyboardInterrupt:
         leave_at_once(EXIT_INTERRUPTED)
@@ -489,7 +489,7 @@ def lost_output() -> int:
             code = code or (EXIT_CLOSED_PIPE if error.errno == errno.EPIPE else EXIT_NOT_SAVED)
             if error.errno != errno.EPIPE:
                 fault = f"cannot be written ({error.strerror})"
-                problem = Problem(stream.name, fault=fault, allowed="a place with room", nearest="another file")
+                problem = Problem(stream.name, fault=fault, allowed="a disk with free space", nearest="another file")
                 print(f"meshtrain: error: {problem}", file=sys.stderr)
     return code
 

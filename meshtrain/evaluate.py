@@ -88,7 +88,7 @@ def _validation(config: Config, task: Task) -> tuple[Mapping[str, Examples], Tok
             Problem(
                 "data",
                 got=f"no validation examples with data.source={config.data.source}",
-                allowed="data with a validation split, or files of text or tokens, which are scored whole",
+                allowed="data with a validation split, or files of text or tokens, which are scored completely",
                 nearest=fix,
             )
         )

@@ -70,7 +70,7 @@ def reduction_text(assembly: Assembly) -> list[str]:
     if reduction is None:
         return []
     sent = reduction.sent_bytes(1, shape[DATA], replicas.level > 0)
-    return [f"reduction    {reduction.name}, {sent:.3g} bytes a parameter over data {shape[DATA]}"]
+    return [f"reduction    {reduction.name}, {sent:.3g} bytes per parameter sent over data={shape[DATA]}"]
 
 
 def batch_text(assembly: Assembly) -> str:
@@ -112,7 +112,7 @@ def user_options_text(config: Config) -> list[str]:
         field = function_field(options)
         if field and ":" in getattr(options, field):
             values = "".join(f", {name}={json.dumps(value)}" for name, value in user_options(options).items())
-            lines.append(f"own          {group}.{field}={getattr(options, field)}{values}")
+            lines.append(f"custom       {group}.{field}={getattr(options, field)}{values}")
     return lines
 
 
@@ -127,7 +127,7 @@ def state_text(bytes_held: StateBytes, label: str) -> str:
     names |= {"extra": label} if bytes_held.extra else {}
     sizes = ", ".join(f"{name} {format_bytes(getattr(bytes_held, field))}" for field, name in names.items())
     beside = f"; {format_bytes(bytes_held.on_host)} of moments in host memory" if bytes_held.on_host else ""
-    return f"a device     {sizes}{beside}"
+    return f"per device   {sizes}{beside}"
 
 
 def stages_text(assembly: Assembly) -> list[str]:

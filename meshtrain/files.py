@@ -105,7 +105,7 @@ READ: Mapping[str, Sequence[str]] = dict.fromkeys(
     ),
     ("gs",),
 )
-_MOUNTS = {"s3": "s3fs BUCKET /mnt/BUCKET, and the path below it"}  # scheme -> how to mount its files
+_MOUNTS = {"s3": "s3fs BUCKET /mnt/BUCKET, then the path in that folder"}  # scheme -> how to mount its files
 
 _SCHEME = re.compile(r"\s*([a-z][a-z0-9+.-]*)://", re.IGNORECASE)
 
@@ -141,7 +141,7 @@ def snapshot_of(folder: str | os.PathLike[str]) -> str:
 
 
 def pointer_problem(path: str | os.PathLike[str]) -> Problem | None:
-    """Returns a problem if a file is a pointer of Git LFS instead of its content; None for any other file."""
+    """Returns a problem if a file is a Git LFS pointer instead of its content; None for any other file."""
     if what_is_at(path) != "a file":
         return None
     with contextlib.suppress(OSError), Path(path).open("rb") as file:
@@ -149,7 +149,7 @@ def pointer_problem(path: str | os.PathLike[str]) -> Problem | None:
             folder = shlex.quote(str(Path(path).parent))
             return Problem(
                 path,
-                got="a pointer of Git LFS",
+                got="a Git LFS pointer",
                 allowed="the file's content",
                 nearest=f"git -C {folder} lfs pull",
             )
@@ -199,7 +199,7 @@ def url_problems(key: str, path: str, command: str = "") -> list[Problem]:
       command: the command with this argument; '' for an option.
 
     >>> url_problems("--workdir", "gs://bucket/run")
-    ["--workdir: got 'gs://bucket/run', a URL; allowed: a path of this machine; nearest: mount or copy it"]
+    ["--workdir: got 'gs://bucket/run', a URL; allowed: a path on this machine; nearest: mount or copy it"]
     """
     schemes = [match[0].removesuffix("://") for one in path.split(",") if (match := _SCHEME.match(one))]
     place = f"{command} {key}".strip()
@@ -208,7 +208,7 @@ def url_problems(key: str, path: str, command: str = "") -> list[Problem]:
         return []
     mounts = [_MOUNTS[scheme] for scheme in schemes if scheme in _MOUNTS]
     fix = mounts[0] if mounts else "mount or copy it"
-    allowed = ", ".join(["a path of this machine", *(f"{scheme}://" for scheme in read)])
+    allowed = ", ".join(["a path on this machine", *(f"{scheme}://" for scheme in read)])
     return [Problem(key, got=f"'{path}', a URL", allowed=allowed, nearest=fix)]
 
 
@@ -224,11 +224,11 @@ def what_is_at(path: str | os.PathLike[str]) -> str:
     try:
         mode = os.stat(path).st_mode
     except (FileNotFoundError, NotADirectoryError):
-        return "a link that leads nowhere" if os.path.islink(path) else "nothing there"
+        return "a broken link" if os.path.islink(path) else "nothing there"
     except OSError as error:
         return (error.strerror or type(error).__name__).lower()
     except ValueError:
-        return "a name that no file can have"
+        return "an impossible file name"
     kinds = {stat.S_IFREG: "a file", stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
     kind = stat.S_IFMT(mode)
     return kinds[kind] if kind in kinds else "a device"
@@ -284,14 +284,14 @@ def target_problems(flag: str, path: str, example: str, endings: Sequence[str] =
     folder = Path(path).absolute().parent
     if what_is_at(folder) != "a folder":
         got = f"'{path}', whose folder does not exist"
-        return [Problem(flag, got=got, allowed="a file in one that does", nearest=example)]
+        return [Problem(flag, got=got, allowed="a file in an existing folder", nearest=example)]
     what = what_is_at(path)
     if what not in ("a file", "nothing there"):
         return [Problem(flag, got=f"'{path}', {what}", allowed="a file's name", nearest=example)]
     # Checks the rights of the effective user if the system supports it.
     effective = os.access in os.supports_effective_ids
     if not os.access(path if what == "a file" else folder, os.W_OK, effective_ids=effective):
-        got = f"'{path}', which this user may not write"
+        got = f"'{path}', which this user cannot write"
         return [Problem(flag, got=got, allowed="a file that can be written", nearest=example)]
     return []
 

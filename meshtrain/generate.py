@@ -107,7 +107,7 @@ def _prompts(arguments: argparse.Namespace) -> tuple[list[Prompt], list[Problem]
         problems.add(
             Problem(
                 "--out",
-                got=f"'{arguments.out}', which --prompts names too",
+                got=f"'{arguments.out}', which is also the file of --prompts",
                 allowed="another file",
                 nearest=f"--out={arguments.out}.texts.jsonl",
             )
@@ -137,7 +137,7 @@ def _num_tokens(asked: int | None, decode: Decode, longest: int) -> int:
                 "--num-tokens",
                 got=asked,
                 allowed=(
-                    f"at most {room}, as the model has {decode.max_positions} "
+                    f"at most {room}, because the model has {decode.max_positions} "
                     f"positions{f' and the longest prompt {longest} tokens' if decode.continues else ''}"
                 ),
                 nearest=room,
@@ -146,7 +146,7 @@ def _num_tokens(asked: int | None, decode: Decode, longest: int) -> int:
     wanted = fitting(decode, longest, DEFAULT_TOKENS, within_training=True) if asked is None else asked
     if 0 <= trained < wanted and peers.is_main_process():
         what = f"{longest} tokens of a prompt and {wanted} more" if decode.continues else f"{wanted} tokens"
-        warn(f"{what} are beyond the {decode.trained_positions} positions of training; the text may be poor there")
+        warn(f"{what} exceed the {decode.trained_positions} positions of training; the end of the text may be poor")
     return wanted
 
 
@@ -187,7 +187,12 @@ def main(argv: Sequence[str]) -> int:
     continues = decode.continues and not arguments.chat  # an answer is printed without its prompt
     if arguments.chat and not decode.continues:
         raise UserError(
-            Problem("--chat", got="it for a task whose texts answer prompts", allowed="without", nearest="leave it out")
+            Problem(
+                "--chat",
+                got="a task whose texts answer prompts",
+                allowed="a task that continues prompts",
+                nearest="leave it out",
+            )
         )
     if not prompts and not continues:
         raise UserError(Problem("--prompt", got="none", allowed="at least one here", nearest="--prompt=TEXT"))

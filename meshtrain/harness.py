@@ -226,7 +226,7 @@ def open_requests(workdir: str | Path, *words: str, step: int | None = None) -> 
         problems.append(
             Problem(
                 "data.source",
-                got=f"{config.data.source}, whose ids are no text",
+                got=f"{config.data.source}, whose ids are not text",
                 condition="for the harness",
                 allowed="data with a tokenizer that ends documents",
                 nearest="data.source=text",

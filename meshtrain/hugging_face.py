@@ -95,10 +95,10 @@ def _problems(arguments: argparse.Namespace) -> list[Problem]:
         problems.append(Problem("hf export", got=f"'{given}'", allowed="--workdir=W --to=DIR", nearest=fix))
     if action not in ("export", None) and (given is None or not is_described(given)):
         what = "nothing" if given is None else what_is_at(expand_user(given))
-        got = "a folder without config.json of a model" if what == "a folder" else what
+        got = "a folder without a model's config.json" if what == "a folder" else what
         is_run = given is not None and what_is_at(expand_user(given) / CHECKPOINTS) == "a folder"
         fix = (
-            f"`hf export --workdir={given} --to=DIR` makes one"
+            f"`hf export --workdir={given} --to=DIR` creates one"
             if is_run
             else download_command(given or "") or snapshot_of(given or "")
         )
@@ -108,7 +108,7 @@ def _problems(arguments: argparse.Namespace) -> list[Problem]:
         problems.append(
             Problem(
                 "--to",
-                got=f"'{arguments.to}' with config, which prints",
+                got=f"'{arguments.to}' with config, which only prints",
                 allowed="none",
                 nearest="hf import DIR --to=W",
             )
@@ -149,7 +149,7 @@ def _print_config(arguments: argparse.Namespace) -> str:
     if any(folder.glob("*.safetensors")):
         config = dataclasses.replace(config, init_from=str(folder))
     else:
-        warn(f"{folder}: got no safetensors file, so a run begins with random weights; nearest: download the files, "
+        warn(f"{folder}: got no safetensors file, so a run starts with random weights; nearest: download the files, "
              f"and --config.init_from={folder}")  # fmt: skip
     checked = resolve(config, given) if given else config
     if checked.data.path:
@@ -200,7 +200,7 @@ def _export(arguments: argparse.Namespace) -> None:
     given = config_of_text(original) if original is not None else {}
     assembly = assemble_run(config, arguments.workdir, arguments.step, folds_pipeline=True)
     if peers.count() > 1:
-        raise UserError(Problem("hf export", got=f"{peers.count()} processes", allowed=1, nearest="start one of them"))
+        raise UserError(Problem("hf export", got=f"{peers.count()} processes", allowed=1, nearest="start one process"))
     like, averaged = assembly.states.kept.params, arguments.weights == existing_run.AVERAGE
     place = existing_run.checkpoints_of(config, arguments.workdir)
     params, _ = weights.restore_params(place, arguments.step, like, averaged=averaged)
@@ -212,7 +212,7 @@ def _export(arguments: argparse.Namespace) -> None:
         with _complete_folder(arguments.to) as target:
             num_bytes = adapters.write(target, family, options, config.lora, params, dtype, base)
         beneath = base or f"the model of {config.init_from or 'initial weights'}"
-        print(f"{num_bytes:,} bytes of {dtype} in {Path(arguments.to)}, adapters of a {family}; beneath: {beneath}")
+        print(f"{num_bytes:,} bytes of {dtype} in {Path(arguments.to)}, adapters of a {family}; base model: {beneath}")
         return
     dtype = arguments.dtype or (came.dtype if came is not None and came.dtype in export.DTYPES else "float32")
     config = with_text_source(config, original)

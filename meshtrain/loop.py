@@ -288,7 +288,7 @@ class Log:
         if is_fatal:
             last, in_a_row = scalars(done.result), num_skipped_in_a_row(done.result)
             allowed = f"guard.max_skipped_in_a_row = {self.when.max_skipped_in_a_row}"
-            allowed += ", the last not" if ends_badly(done, self.when) else ""
+            allowed += ", but not the last step" if ends_badly(done, self.when) else ""
             raise TrainingStopped(
                 f"loss is {last['loss']} and the gradient norm {last['grad_norm']} at step {done.step}; "
                 f"{in_a_row} steps in a row were skipped (allowed: {allowed}); "

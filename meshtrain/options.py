@@ -239,7 +239,7 @@ def options_problem(key: str, name: str, options: UserObject) -> Problem | None:
             kind = "option(default, text) of type int, float, bool or str"
             return Problem(
                 key,
-                got=f"'{name}', whose option '{field.name}' is no {kind}",
+                got=f"'{name}', whose option '{field.name}' is not an {kind}",
                 allowed=wanted,
                 nearest=f"{field.name}: int = option(1, 'what it means')",
             )
@@ -262,8 +262,8 @@ def _shared_problem(path: str, own: type, group: Options) -> Problem | None:
         if repr(default) != repr(field.default):
             return Problem(
                 f"{path}.{field.name}",
-                got=f"{field.default!r} as its default in {function_name(own)}",
-                allowed=f"{default!r}, its default without it, or another name",
+                got=f"{field.default!r} as the default in {function_name(own)}",
+                allowed=f"{default!r}, the default of meshtrain's option with this name, or another name",
                 nearest=f"own_{field.name}",
             )
     return None

@@ -115,7 +115,7 @@ def import_function(key: str, name: str, names: Sequence[str], near: str = "") -
     found: UserObject = module
     for part in path.split("."):
         if not hasattr(found, part):
-            got = f"'{name}', and {module_name} has no '{path}'"
+            got = f"'{name}', but {module_name} has no '{path}'"
             fix = nearest(part, _fitting(module, len(EXTENSION_POINTS[key].takes)))
             raise UserError(Problem(key, got=got, allowed=allowed, fix=fix, nearest=f"{key}={near}"))
         found = getattr(found, part)
@@ -123,7 +123,7 @@ def import_function(key: str, name: str, names: Sequence[str], near: str = "") -
         raise UserError(
             Problem(
                 key,
-                got=f"'{name}', which is no function but {type(found).__name__}",
+                got=f"'{name}', which is not a function but {type(found).__name__}",
                 allowed=allowed,
                 nearest=f"def {path}(...)",
             )
@@ -188,8 +188,8 @@ def call_user_function(
         raise UserError(
             Problem(
                 key,
-                got=f"'{name}', which does not take {takes} ({error})",
-                allowed="a function that does",
+                got=f"'{name}', which does not accept {takes} ({error})",
+                allowed="a function with these arguments",
                 nearest=f"def {name.partition(':')[2]}({', '.join(EXTENSION_POINTS[key].takes)})",
             )
         ) from error
@@ -262,7 +262,7 @@ def _import_user_module(key: str, name: str, module_name: str, allowed: str, nea
             raise UserError(
                 Problem(
                     key,
-                    got=f"'{name}', and there is no module '{missing}' in {here} or on Python's path",
+                    got=f"'{name}', but there is no module '{missing}' in {here} or on Python's path",
                     allowed=allowed,
                     nearest=near,
                 )
@@ -270,7 +270,7 @@ def _import_user_module(key: str, name: str, module_name: str, allowed: str, nea
         raise UserError(
             Problem(
                 key,
-                got=f"'{name}', and {module_name} cannot be imported: {_exception_text(error)}",
+                got=f"'{name}', but {module_name} cannot be imported: {_exception_text(error)}",
                 allowed="a module that Python can import",
                 nearest=f"python -c 'import {module_name}'",
             )
@@ -291,8 +291,8 @@ def flag_problems(flag: str, value: str) -> list[Problem]:
     return [
         Problem(
             flag,
-            got=f"'{value}', and {package.replace('.', '/')} is not here",
-            allowed="flags of folders that are",
+            got=f"'{value}', but the folder {package.replace('.', '/')} is missing",
+            allowed="flags whose folder is installed",
             nearest="leave it out",
         )
     ]
@@ -339,7 +339,9 @@ def _refusal(error: Exception) -> Problem | None:
     named = [name for name in os.environ if name.startswith("JAX_") and name.lower() in str(error).lower()]
     if named:
         name = max(named, key=len)
-        return Problem(name, got=os.environ[name], allowed=f"what JAX takes ({error})", nearest=f"leave {name} out")
+        return Problem(
+            name, got=os.environ[name], allowed=f"a value that JAX accepts ({error})", nearest=f"leave {name} out"
+        )
     loading = [frame.filename for frame in traceback.extract_tb(error.__traceback__) if frame.name == "<module>"]
     # If a package lacks a name, the exception comes from the importing file, so determine the package.
     missing = getattr(error.obj, "__name__", "") if isinstance(error, AttributeError) else getattr(error, "name", None)
@@ -352,5 +354,5 @@ def _refusal(error: Exception) -> Problem | None:
         "packages",
         got=f"{type(error).__name__}: {error}, from {file}",
         allowed="the packages that pip has installed",
-        nearest="take that folder off PYTHONPATH, or install the package again",
+        nearest="remove that folder from PYTHONPATH, or install the package again",
     )

@@ -25,10 +25,12 @@ def main(argv: Sequence[str]) -> int:
     """
     parser = flags.Parser(
         prog="python -m meshtrain verify",
-        description="Reads checkpoints, or a token file, and compares them with their checksums.",
+        description="Reads checkpoints or a token file, and compares them with their checksums.",
     )
     parser.add_argument(
-        "directory", metavar="DIR", help="a workdir, its checkpoints or their bucket, or one of them; or a token file"
+        "directory",
+        metavar="DIR",
+        help="a workdir, its checkpoints or their bucket, or one checkpoint; or a token file",
     )
     given = place_of(parser.parse_args(argv).directory, f"{flags.program()} verify ")
     what = what_is_at(given) if isinstance(given, Path) else "a folder"
@@ -66,7 +68,7 @@ def _token_file(path: Path) -> int:
             Problem(
                 path,
                 got="no sha256 in its description",
-                allowed="what python -m meshtrain prepare writes now",
+                allowed="a token file written by this version of python -m meshtrain prepare",
                 nearest="prepare it again",
             )
         )

@@ -68,7 +68,12 @@ def _staged(config: Config, placed: Placed) -> Computations:
     if stages is None:
         size = mesh.shape[PIPELINE]
         raise UserError(
-            Problem("mesh.pipeline", got=f"{size}, and this task has no stages", allowed=1, nearest="mesh.pipeline=1")
+            Problem(
+                "mesh.pipeline",
+                got=f"{size}, but this task has no pipeline stages",
+                allowed=1,
+                nearest="mesh.pipeline=1",
+            )
         )
     num_chunks = program.schedule.num_chunks
 

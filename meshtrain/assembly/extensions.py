@@ -83,7 +83,7 @@ def first_extra(reduction: Reduction, replicas: GradientSync, trained: Arrays) -
             Problem(
                 extensions.KEY,
                 got=f"'{reduction.name}', whose init returns {kept}",
-                allowed="the shapes that it gets, or ()",
+                allowed="the shapes of its argument, or ()",
                 nearest="lambda shapes: shapes",
             )
         )
@@ -148,8 +148,8 @@ def checked_update(
                 Problem(
                     extensions.KEY,
                     got=f"'{reduction.name}', whose update returns {got}",
-                    allowed=f"{allowed}, in (gradients, state)",
-                    nearest="trees like those that it gets",
+                    allowed=f"{allowed}, in the pair (gradients, state)",
+                    nearest="pytrees with the structure of its arguments",
                 )
             )
     return given

@@ -114,7 +114,7 @@ def learning_rates(config: Config, task: Task) -> Schedule:
         raise UserError(
             Problem(
                 "learning_rate.name",
-                got="noam, and this task states no width (Task.width = 0)",
+                got="noam, but this task has no width (Task.width = 0)",
                 allowed="a task with a width, or another name",
                 nearest="inverse_sqrt",
             )

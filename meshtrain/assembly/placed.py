@@ -115,7 +115,10 @@ def _replicas(config: Config, task: Task, params: Params, axes: NamesTree, rules
         the rules do not allow it.
     """
     level = config.zero.effective_level
-    others = "with fsdp or an axis after it and a task without `takes_manual_axes`, or with weights split over data"
+    others = (
+        "with a task without `takes_manual_axes` on a mesh with fsdp or an axis after it, or with weights split "
+        "over data"
+    )
     trained = trainable_mask(config.optimizer.trainable, params, has_adapters=config.lora.rank > 0)
     specs = param_shardings(params, axes, rules, mesh.shape, level)
     # A user's rule may shard weights over data. Then the data axis has no replicas of these weights, and XLA's
@@ -124,7 +127,12 @@ def _replicas(config: Config, task: Task, params: Params, axes: NamesTree, rules
     is_manual = (task.takes_manual_axes or num_parts(partitioned_axes(), mesh.shape) == 1) and not splits_weights
     if level == 2 and not is_manual:
         raise UserError(
-            Problem("zero.level", got=f"2 {others}", allowed="0, 1, 3, or a task with it", nearest="zero.level=1")
+            Problem(
+                "zero.level",
+                got=f"2 {others}",
+                allowed="0, 1, 3, or a task with `takes_manual_axes`",
+                nearest="zero.level=1",
+            )
         )
     crossing = extensions.crossing(config)
     if crossing is OverData.STACKED and mesh.shape[DATA] > 1 and not is_manual:
@@ -132,7 +140,7 @@ def _replicas(config: Config, task: Task, params: Params, axes: NamesTree, rules
             Problem(
                 extensions.KEY,
                 got=f"{config.reduction.name} {others}",
-                allowed=f"{SUM}, or a task with it",
+                allowed=f"{SUM}, or a task with `takes_manual_axes`",
                 nearest=f"{extensions.KEY}={SUM}",
             )
         )

@@ -83,7 +83,7 @@ def abstract_batch(batch: Mapping[str, Entry], rules: Rules, mesh: Mesh) -> dict
             abstract[name] = jax.ShapeDtypeStruct(entry.shape, entry.dtype, sharding=sharding)
         except UserError as error:
             # A user's model may have dims that the built-in table does not list.
-            hint = ", or a rule of its own: sharding.rules.extend(rules, Rule('...'))"
+            hint = ", or a custom rule: sharding.rules.extend(rules, Rule('...'))"
             problems += [
                 one.with_parts(fix=f"{one.fix}{hint}") if "logical axis of dim" in one.key else one
                 for one in error.problems

@@ -203,7 +203,7 @@ class Checkpoints:
                 self._prune()
         except (OSError, buckets.Unreached) as error:
             if not self._lost():
-                warn(f"{error}; step {step} is not among the best")
+                warn(f"{error}; keep_best ignores step {step}")
 
     def newest_whole(self) -> tuple[int | None, list[str]]:
         """Returns the newest undamaged step, or None, and an error line for each newer, damaged checkpoint.
@@ -231,7 +231,7 @@ class Checkpoints:
                     *damaged.values(),
                     Problem(
                         self.directory,
-                        got="no checkpoint that is whole",
+                        got="no undamaged checkpoint",
                         allowed="at least one",
                         nearest="another --workdir",
                     ),
@@ -252,7 +252,7 @@ class Checkpoints:
         self.refuse_unknown(step)
         if line := self._damage(step):
             others = ", ".join(str(other) for other in self.steps() if other != step) or "none"
-            problem = Problem.plain(line).with_parts(allowed="one that is whole", nearest=f"step {others}")
+            problem = Problem.plain(line).with_parts(allowed="an undamaged checkpoint", nearest=f"step {others}")
             raise UserError(problem)
 
     def _damage(self, step: int) -> str:
@@ -318,8 +318,8 @@ class Checkpoints:
             raise UserError(
                 Problem(
                     "--weights",
-                    got=f"average, and step {step} in {self.directory} has no averages",
-                    allowed="those of a run with optimizer.average",
+                    got=f"average, but step {step} in {self.directory} has no averages",
+                    allowed="the averages of a run with optimizer.average",
                     nearest="--weights=last",
                 )
             )
@@ -413,10 +413,10 @@ class Checkpoints:
         directory = self.directory / str(step)
         line = f"checkpoint {directory}: not written: {_reason(error)}"
         if not isinstance(directory, Path):
-            self.newest_failure = SaveFailed(f"{line}; nearest: the network, or this user's rights")
+            self.newest_failure = SaveFailed(f"{line}; nearest: check the network and this user's permissions")
             return self.newest_failure
         disk = f" ({free})" if (free := _free_space(directory)) else ""  # measured before the save's files are deleted
-        self.newest_failure = SaveFailed(f"{line}{disk}; nearest: free space there, or another --workdir")
+        self.newest_failure = SaveFailed(f"{line}{disk}; nearest: free some space there, or use another --workdir")
         # Orbax's manager would treat the failed step as saved, so a new manager replaces it.
         if not self._lost():  # else the run ends, and `retention.remove_rest` removes the files
             self._manager = self._new_manager()
@@ -438,14 +438,14 @@ class Checkpoints:
                     Problem(
                         f"checkpoint {directory}",
                         fault=lines[0],
-                        allowed="one that is whole",
+                        allowed="an undamaged checkpoint",
                         nearest="another step",
                     )
                 )
             return leaves_by_path(self._manager.item_metadata(step)[STATE].tree)
 
     def _read(self, step: int, wanted: dict[str, jax.ShapeDtypeStruct], like: Arrays) -> Arrays:
-        assert all(leaf.sharding is not None for leaf in wanted.values()), "every leaf says where it goes"
+        assert all(leaf.sharding is not None for leaf in wanted.values()), "every leaf has a sharding"
         abstract = _nested(wanted)
         items = ocp.args.PyTreeRestore(
             item=abstract,
@@ -465,7 +465,7 @@ class Checkpoints:
                 Problem(
                     self.directory,
                     got=f"step {step}",
-                    allowed=", ".join(map(str, steps)) or "none, it is empty",
+                    allowed=", ".join(map(str, steps)) or "none, the directory is empty",
                     nearest=fix,
                 )
             )
@@ -475,7 +475,7 @@ def leaves_by_path(tree: Tree) -> dict[str, Leaf]:
     """Returns {path: leaf} of a pytree in the order of `jax.tree.leaves`; paths do not depend on container types."""
     leaves = leaves_with_paths(tree)
     by_path = dict(leaves)
-    assert len(by_path) == len(leaves), "two leaves share a path: a key holds a '/'"
+    assert len(by_path) == len(leaves), "two leaves have the same path: a key contains a '/'"
     return by_path
 
 
@@ -524,7 +524,7 @@ def _refuse_mismatches(
         raise UserError(
             *(problem.at(f"checkpoint {directory}") for problem in problems[:_MAX_MISMATCHES]),
             *([f"checkpoint {directory}: {more} more arrays differ"] if more > 0 else []),
-            "nearest: the model and optimizer options the checkpoint was written with, or another workdir",
+            "nearest: the model and optimizer options of the run that wrote the checkpoint, or another workdir",
         )
 
 

@@ -134,13 +134,13 @@ def damage(directory: Place, index: int = 0, num_processes: int = 1) -> list[str
     try:
         expected = _read(directory / MANIFEST)
     except FileNotFoundError:
-        return [f"no {MANIFEST}: it was not finished"]
+        return [f"no {MANIFEST}: the save was not finished"]
     except (OSError, UserError) as error:
         return [str(error)]
     names = sorted(expected)[index::num_processes]
     kind = "sha256" if isinstance(directory, Path) else "crc32c"
     if not all(kind in entry for entry in expected.values()):
-        return [f"{MANIFEST}: it has no {kind}: the checkpoint was copied between a disk and a bucket"]
+        return [f"{MANIFEST}: no {kind} values: the checkpoint was copied between a disk and a bucket"]
     if not isinstance(directory, Path):
         found = checksums(directory, lambda name: True)
         odd = [name for name in names if name not in found or found[name] != expected[name]]
@@ -161,12 +161,12 @@ def unreadable(directory: Place) -> list[str]:
             path = directory / name
             line = _difference(path, name, expected[name]) if isinstance(path, Path) else ""
             if not line and not isinstance(read_json(path.read_bytes()), dict):
-                line = f"{name}: no JSON object"
+                line = f"{name}: not a JSON object"
             lines += [line] if line else []
     except (OSError, UserError) as error:
         return [str(error)]
     except ValueError as error:
-        return [f"{name}: no JSON ({error})"]
+        return [f"{name}: not JSON ({error})"]
     return lines
 
 

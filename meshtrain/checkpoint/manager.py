@@ -80,7 +80,11 @@ def renaming_problems(directory: Place) -> list[str]:
         as_number = {"step": ocp.RestoreArgs(restore_type=np.ndarray)}
         wanted = ocp.args.PyTreeRestore({"step": 0}, as_number, partial_restore=True)
         step = int(reader.restore(directory / STATE, wanted)["step"])
-    return [] if str(step) == directory.name else [f"its state is that of step {step}: renamed, copied or linked"]
+    return (
+        []
+        if str(step) == directory.name
+        else [f"it contains the state of step {step}: the folder was renamed, copied or linked"]
+    )
 
 
 def _state_handler() -> ocp.PyTreeCheckpointHandler:

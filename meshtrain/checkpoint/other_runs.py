@@ -143,7 +143,7 @@ def find(directory: str | Path, *, is_place: bool = False) -> Checkpoints:
                 directory,
                 got=what,
                 allowed=f"a workdir of meshtrain, or its directory '{CHECKPOINTS}', or a Hugging Face folder",
-                nearest=download_command(str(directory)) or "the --workdir of a run that has saved",
+                nearest=download_command(str(directory)) or "the --workdir of a run with a saved checkpoint",
             )
         )
     inner = buckets.place(directory) if is_place else place_of(directory)
@@ -183,4 +183,4 @@ def _nearest_workdir(given: Path) -> str:
     If `given` is the folder of a step, it is the parent folder. Otherwise it is a description of a valid workdir.
     """
     is_step = given.name.isdecimal() and (given / STATE).is_dir()
-    return str(given.parent) if is_step else "the --workdir of a run that has saved"
+    return str(given.parent) if is_step else "the --workdir of a run with a saved checkpoint"

@@ -72,9 +72,9 @@ def own_folder(directory: str | Place, run: str, *, may_vanish: bool = False) ->
             with contextlib.suppress(FileExistsError):
                 line = Problem(
                     "checkpoint.directory",
-                    got=f"{place}, where another run begins",
-                    allowed="one",
-                    nearest="another",
+                    got=f"{place}, where another run is starting",
+                    allowed="one run in each directory",
+                    nearest="another directory",
                 )
                 problems = [line]
                 problems = _problems(place, run)
@@ -121,13 +121,17 @@ def _in_use(place: Place, was: JsonObject, run: str) -> Problem | None:
     seconds = abs(time.time() - was["seconds"])  # abs: a heartbeat in the future means that the clock was set back
     is_alive = _is_alive(was)
     is_silent = seconds >= _STALE_SECONDS or was["run"] == run
-    again = f"the same in {_STALE_SECONDS - seconds:.0f} s" if is_alive is None else "the same after its end"
+    again = (
+        f"the same directory in {_STALE_SECONDS - seconds:.0f} s"
+        if is_alive is None
+        else "the same directory after that run has ended"
+    )
     if (is_alive or (is_alive is None and not is_silent)) and not _is_own(was, run):
         return Problem(
             "checkpoint.directory",
             got=f"{place}, used by {was['host']} {seconds:.0f} s ago",
-            allowed="one run in each",
-            nearest=f"another, or {again}",
+            allowed="one run in each directory",
+            nearest=f"another directory, or {again}",
         )
     if was["run"] not in ("", run):
         why = "which has ended" if is_alive is False else f"silent for {seconds / 60:.0f} minutes"
@@ -209,7 +213,9 @@ def _lost(place: Place, run: str, *, may_vanish: bool) -> str:
         _leave_to(now, place, run)
         return ""
     if not may_vanish:
-        got = f"{f'a folder without {OWNER}' if place.is_dir() else 'no folder'} at {place} in place of this run's"
+        got = (
+            f"{f'a folder without {OWNER}' if place.is_dir() else 'no folder'} at {place} instead of this run's folder"
+        )
         return Problem("checkpoint.directory", got=got, allowed="the run's own folder until the end")
     if place.is_dir():
         with contextlib.suppress(OSError):  # a full disk: the save reports it

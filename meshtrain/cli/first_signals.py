@@ -11,7 +11,7 @@ from typing import Any
 
 # The same codes as in `meshtrain.errors`, which would take time to import.
 _EXIT_START_AGAIN, _EXIT_INTERRUPTED = 75, 130
-SAID = "meshtrain: interrupted: before the first step, so nothing is lost; the same command starts again"
+SAID = "meshtrain: interrupted: before the first step, so nothing is lost; the same command starts the run again"
 _replaced: dict[int, Any] = {}  # signal -> the handler before `begin`
 
 

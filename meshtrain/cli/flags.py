@@ -283,7 +283,7 @@ def load(path: str, keys: Sequence[str]) -> UserObject:
                 Problem(
                     "--config",
                     fault=f"'{path}' has no get_config()",
-                    allowed="a function of that name",
+                    allowed="a function with that name",
                     fix=nearest("get_config", [name for name in module if callable(module[name])]),
                     nearest=EXAMPLE,
                 )
@@ -338,12 +338,12 @@ def _raised_inside(path: str, error: BaseException, keys: Sequence[str]) -> Prob
         return Problem(
             where,
             fault=f"unknown key '{word[1]}'",
-            allowed=f"what `{program()} config` lists",
+            allowed=f"the keys that `{program()} config` lists",
             fix=nearest(word[1], names),
             nearest=EXAMPLE,
         )
     return Problem(
-        f"{where}: {type(error).__name__}", fault=reason, allowed="a get_config() that returns", nearest=EXAMPLE
+        f"{where}: {type(error).__name__}", fault=reason, allowed="a get_config() without exceptions", nearest=EXAMPLE
     )
 
 
@@ -439,7 +439,7 @@ def convert(value: Value, kind: type, *, is_text: bool = False, bounds: tuple[fl
     if kind is str and isinstance(value, str):
         if is_utf8(value) and "\0" not in value:
             return str(value)
-        raise UserError(Problem(None, got=f"{value!r}", allowed="a text that UTF-8 can write, without zero bytes"))
+        raise UserError(Problem(None, got=f"{value!r}", allowed="a text that UTF-8 can encode, without zero bytes"))
     if kind is bool and is_text and value.strip().lower() in _BOOLS:
         return _BOOLS[value.strip().lower()]
     if kind is bool and isinstance(value, bool):
@@ -461,7 +461,7 @@ def _text_of(value: Value) -> str:
         text = repr(value)
         return text if len(text) <= 400 else f"{text[:200]}...{text[-100:]}"
     except Exception:  # noqa: BLE001  a user's __repr__ may raise anything
-        return "something that cannot be shown"
+        return "an object whose repr() fails"
 
 
 def _number(text: str) -> int | float | None:
@@ -515,7 +515,7 @@ def _unknown_key(key: str, value: Value, entries: Mapping[str, Entry]) -> Proble
     if top in groups:
         allowed = ", ".join(name for name in entries if name.startswith(f"{top}."))
     else:
-        allowed = f"what `{program()} config` lists"
+        allowed = f"the keys that `{program()} config` lists"
     return Problem(key, fault="unknown key", allowed=allowed, fix=fix, nearest="leave it out")
 
 

@@ -28,9 +28,11 @@ FUNCTION, PATH = "function", "path"
 WEIGHTS, TEXT, DATA, ORIGIN = USES = ("weights", "text", "data", "origin")
 BASE = "base_model_name_or_path"  # a key of adapter_config.json
 _ALLOWED = {
-    FUNCTION: "a function that the command line or the file of --config names too, because it would run here",
-    PATH: "a path in that folder, or one that the command line or the file of --config names too, because it would be "
-    "read here",
+    FUNCTION: "a function that the command line or the --config file also names, because this command would run it",
+    PATH: (
+        "a path in that folder, or a path that the command line or the --config file also names, because this "
+        "command would read it"
+    ),
 }
 
 

@@ -29,7 +29,7 @@ def unwritable(folder: pathlib.Path, flag: str = "--workdir", example: str = "ru
         return [
             Problem(
                 flag,
-                got=f"'{folder}', a home directory that is missing",
+                got=f"'{folder}', a home directory that does not exist",
                 allowed="a writable folder",
                 nearest=example,
             )
@@ -75,7 +75,7 @@ def writing(flag: str, path: str) -> Iterator[None]:
             Problem(
                 flag,
                 got=f"'{path}', which cannot be written ({error.strerror})",
-                allowed="a path on a disk with room",
+                allowed="a path on a disk with free space",
                 nearest="another folder",
             )
         ) from error

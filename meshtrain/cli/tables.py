@@ -30,7 +30,7 @@ def align(rows: Sequence[Sequence[str]], header: Sequence[str], align: str = "")
       header: the column titles.
       align: `<` or `>` for each column; missing columns are left-aligned.
     """
-    assert all(len(row) == len(header) for row in rows), "a row is not as long as the header"
+    assert all(len(row) == len(header) for row in rows), "a row and the header differ in length"
     sides = align.ljust(len(header), "<")
     widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header))]
     rule = tuple("-" * width for width in widths)

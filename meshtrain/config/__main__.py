@@ -61,7 +61,12 @@ def copy(name: str) -> pathlib.Path:
         raise UserError(unknown("--copy", name, list(own), "3d"))
     if file.exists():
         raise UserError(
-            Problem("--copy", got=f"'{name}', and {file} is here", allowed="a new file", nearest="another folder")
+            Problem(
+                "--copy",
+                got=f"'{name}', but {file} already exists in this folder",
+                allowed="a new file",
+                nearest="another folder",
+            )
         )
     refuse(output_files.unwritable(pathlib.Path(), "--copy", "another folder"))
     output_files.write("--copy", str(file), own[name].read_bytes())
@@ -74,12 +79,12 @@ def main(argv: Sequence[str]) -> int:
     extra.add_argument(
         "--copy",
         metavar="NAME",
-        help=f"copy one of meshtrain's configurations here, to edit it: {', '.join(flags.example_files())}",
+        help=f"copy one of meshtrain's configurations into this folder, to edit it: {', '.join(flags.example_files())}",
     )
     config, arguments = parse(argv, extra, reads_data=False)
     if arguments.copy is not None:
         file = copy(arguments.copy)
-        print(f"{file}: change it, then {flags.program()} train --config={file}")
+        print(f"{file}: edit it, then run {flags.program()} train --config={file}")
         return 0
     if arguments.config is None and not arguments.overrides:
         config = Config()  # the declared defaults, because `parse` has filled in the vocabulary of the data

@@ -67,7 +67,9 @@ def build(
       UserError: `given` is not a mapping, or cannot be read.
     """
     right = Problem(
-        "--config", allowed="what meshtrain.config.default() returns, a value in each place", nearest="return config"
+        "--config",
+        allowed="the result of meshtrain.config.default(), with a value for each key",
+        nearest="return config",
     )
     try:
         options = type(given.model) if isinstance(given, Config) else type(Config().model)
@@ -75,7 +77,7 @@ def build(
         given = dataclasses.asdict(given) if isinstance(given, Config) else given
         values = flags.flatten(without_version(given)) if isinstance(given, Mapping) else None
     except ml_collections.config_dict.RequiredValueError as error:
-        raise UserError(right.with_parts(got=f"no value where one is required ({error})")) from error
+        raise UserError(right.with_parts(got=f"a required key without a value ({error})")) from error
     except Exception as error:  # a user's mapping may raise any exception
         reason = f"{type(error).__name__}: {first_line(error)}"
         raise UserError(right.with_parts(got=f"a mapping that cannot be read ({reason})")) from error
@@ -206,10 +208,10 @@ def _drop_other_defaults(start: Config, values: Values, *, is_named: bool) -> li
     return [
         Problem(
             "task",
-            got=f"'{start.task}' in a configuration that starts with default(), whose model has the options of the "
+            got=f"'{start.task}' in a configuration that starts with default(), which has the model options of "
             f"task '{Config.task}'",
-            allowed=f"default(task='{start.task}'), whose model has this task's",
-            nearest="that",
+            allowed=f"default(task='{start.task}'), which has the model options of this task",
+            nearest=f"default(task='{start.task}')",
         )
     ]
 

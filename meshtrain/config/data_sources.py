@@ -88,8 +88,8 @@ def vocabulary_of(options: DataOptions) -> int:
         raise UserError(
             Problem(
                 "model.vocab_size",
-                got=f"0 with data.source={options.source}, which brings no tokenizer",
-                allowed="a number above each token id",
+                got=f"0 with data.source={options.source}, which has no tokenizer",
+                allowed="a number above the largest token id",
                 nearest="model.vocab_size=257",
                 depends_on=["data.source"],
             )

@@ -40,7 +40,7 @@ def of(config: Config) -> Reduction | None:
         [config.reduction, reduce_dtype(config.precision)],
         takes="options and a dtype",
         gives="a function (options, dtype) -> Reduction",
-        fix=f"fix it there, or {KEY}={SUM}",
+        fix=f"correct the function, or use {KEY}={SUM}",
     )
     if not isinstance(made, Reduction):
         raise UserError(
@@ -115,7 +115,9 @@ def make_extension(config: Config) -> UserObject:
     period = config.local_steps.period
     names = plugin_names(PERIOD)
     if period and not names:
-        raise UserError(Problem(PERIOD, got=period, allowed="0, as meshtrain/lab is not here", nearest=0))
+        raise UserError(
+            Problem(PERIOD, got=period, allowed="0, because the folder meshtrain/lab is missing", nearest=0)
+        )
     return import_function(PERIOD, names[0], ()) if period else None
 
 

@@ -119,7 +119,7 @@ def _in_stages(config: Config, mesh_shape: Mapping[str, int], task: Task, *, has
         return [
             Problem(
                 "mesh.pipeline",
-                got=f"{size}, and this task has no stages",
+                got=f"{size}, but this task has no pipeline stages",
                 allowed=1,
                 nearest="mesh.pipeline=1",
                 depends_on=["task"],
@@ -143,7 +143,7 @@ def _rounding_problems(config: Config, stack: Stack) -> list[Problem]:
     if stack.places_of_layers is None:
         return []
     spread = f"with {stack.num_layers} layers spread over {stack.num_stages} stages x {stack.num_chunks} chunks, whose "
-    spread += "random rounding would be another one than on one device"
+    spread += "random rounding would differ from the rounding on one device"
     values = {
         "optimizer.moments": (config.optimizer.moments, "float32"),
         "precision.param_dtype": (config.precision.param_dtype.replace("auto", "float32"), "float32"),
@@ -169,7 +169,7 @@ def _parts_of_sequences(config: Config, task: Task, rules: Rules, mesh_shape: Ma
     return [
         Problem(
             f"mesh.{CONTEXT}",
-            got=f"{mesh_shape[CONTEXT]}, and no entry of this task's batch has a dim 'sequence'",
+            got=f"{mesh_shape[CONTEXT]}, but no entry of this task's batch has a dim 'sequence'",
             allowed=1,
             nearest=f"mesh.{CONTEXT}=1",
             depends_on=["task"],
@@ -235,7 +235,7 @@ def sequence_problems(
                 Problem(
                     name,
                     got=sequence_length,
-                    allowed=f"a multiple of {parts}, as rule '{rule}' splits it over {over}",
+                    allowed=f"a multiple of {parts}, because rule '{rule}' splits it over {over}",
                     nearest=nearest_multiple(sequence_length, parts),
                     depends_on=[f"mesh.{axis}" for axis in axes],
                 )

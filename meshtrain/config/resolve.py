@@ -114,8 +114,8 @@ def _with_vocabulary(config: Config, *, reads_data: bool) -> tuple[Config, list[
             problems = [
                 Problem(
                     "model.vocab_size",
-                    got=f"0, as many tokens as the data have, which are not known here ({why})",
-                    allowed="a number, or data that are here",
+                    got=f"0 (the vocabulary of the data), which is unknown on this machine ({why})",
+                    allowed="a number, or data on this machine",
                     nearest=50257,
                     depends_on=[error.problems[0].key],
                 )
@@ -139,7 +139,7 @@ def _length_problems(config: Config) -> list[Problem]:
         Problem(
             "num_epochs",
             got=f"{config.num_epochs:g} with num_steps={config.num_steps}",
-            allowed="one of both",
+            allowed="one of the two options",
             nearest=f"num_epochs=0, or num_steps={Config.num_steps}, the default",
             depends_on=["num_steps"],
         ),
@@ -154,7 +154,7 @@ def _base_problems(config: Config) -> list[Problem]:
         Problem(
             "init_base",
             got=f"'{config.init_base}' without init_from",
-            allowed="'', or the folder of the model that the adapters of init_from belong to",
+            allowed="'', or the folder of the base model of init_from's adapters",
             nearest="''",
             depends_on=["init_from"],
         )

@@ -17,18 +17,18 @@ from meshtrain.sharding.rules import AXES, DATA
 # Options that may change when a run resumes, and why. The longest matching name counts: `model.attention` before
 # `model`.
 FREE_ON_RESUME: Mapping[str, tuple[str, ...]] = {
-    "where arrays are stored and in which order stages run: the sums are the same on every mesh": (
+    "the placement of arrays and the order of stages: sums are the same on every mesh": (
         "mesh", "zero", "offload", "layout", "pipeline",
     ),
-    "what the backward pass saves or recomputes, and which kernel runs: the same function": (
+    "the saved activations and the kernels: the function is the same": (
         "remat", "model.attention", "model.loss_chunk",
     ),
-    "how sums are rounded on GPUs: the same function": ("precision.deterministic",),
+    "the rounding of sums on GPUs: the function is the same": ("precision.deterministic",),
     # Dropout is keyed by a sequence's index in the global batch, and the loss scale applies to the mean loss: neither
     # depends on the number of parts. Only the order of a sum changes, as with another mesh or number of microbatches.
     # An auxiliary loss that is not a sum over sequences depends on both.
     "the number of parts of a batch: their gradients add up to the same sum": ("accumulation_steps",),
-    "where data are read from and how fast: the fingerprint of their ids and their split is compared instead": (
+    "the source of the data and the reading speed: the fingerprint of token ids and split is compared instead": (
         "data.source", "data.path", "data.validation_path", "data.text_field", "data.tokenizer", "data.end_token",
         "data.begin_token", "data.special_tokens",
         "data.chat_template", "data.validation_fraction", "data.num_threads", "data.num_prefetch_batches",
@@ -43,7 +43,7 @@ FREE_ON_RESUME: Mapping[str, tuple[str, ...]] = {
     ),
     "averages of the weights: they do not change the weights": ("optimizer.average",),
     # A spike rule determines which later steps are skipped; users change it on resume to skip other steps.
-    "when a run stops early": ("guard", "early_stop", "watchdog_seconds"),
+    "the conditions for an early stop": ("guard", "early_stop", "watchdog_seconds"),
 }  # fmt: skip
 FIXED_ON_RESUME: Mapping[str, tuple[str, ...]] = {
     "another model, or another shape of its arrays": ("task", "model", "lora"),
@@ -51,7 +51,7 @@ FIXED_ON_RESUME: Mapping[str, tuple[str, ...]] = {
     "other gradients": ("precision", "loss_scale", "reduction"),
     "other updates": ("optimizer", "learning_rate", "local_steps"),
     "the origin of the weights, which config.json records": ("init_from", "init_base", "init_ignore"),
-    "another directory of checkpoints, in which the run would start from the beginning": ("checkpoint.directory",),
+    "another directory of checkpoints, with which the run would start from the beginning": ("checkpoint.directory",),
 }
 
 
@@ -72,7 +72,7 @@ def from_json(text: str, overrides: Mapping[str, str] | None = None) -> Config:
         given = read_json(text)
     except ValueError as error:
         raise UserError(
-            Problem(CONFIG_FILE, fault=f"not JSON ({error})", allowed="what a run wrote", nearest="--config")
+            Problem(CONFIG_FILE, fault=f"not JSON ({error})", allowed="the file that a run wrote", nearest="--config")
         ) from error
     if isinstance(given, dict) and VERSION not in given:
         given = version_0_2.today(given)

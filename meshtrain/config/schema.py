@@ -91,7 +91,10 @@ class Config:
     init_ignore: str = option("", "keys of a Hugging Face folder's config.json to ignore, comma separated")
     task: str = option(
         "decoder",
-        "what is trained: decoder, seq2seq, convnet, or a custom package.module:function; its options are `model`",
+        (
+            "the model and its loss: decoder, seq2seq, convnet, or a custom package.module:function; its options "
+            "are `model`"
+        ),
         names="function",
     )
     mesh: MeshOptions = dataclasses.field(default_factory=MeshOptions)

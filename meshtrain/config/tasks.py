@@ -159,7 +159,7 @@ def source_problems(config: Config, allowed: Sequence[str], what: str) -> list[P
     return [
         Problem(
             "data.source",
-            got=f"{source} with task={config.task}, which takes {what}",
+            got=f"{source} with task={config.task}, which trains on {what}",
             allowed=f"{', '.join(allowed)}, or package.module:function",
             nearest=f"data.source={allowed[0]}",
         )
@@ -178,7 +178,7 @@ def _vocabulary_problems(model: Options, data: DataOptions) -> list[Problem]:
             "model.vocab_size",
             got=model.vocab_size,
             condition="with data.tokenizer = bytes",
-            allowed=f"at least {NUM_BYTES + 1}, the bytes and the end of a document",
+            allowed=f"at least {NUM_BYTES + 1}, the 256 bytes and the end of a document",
             nearest=NUM_BYTES + 1,
             depends_on=["data.tokenizer"],
         )
@@ -310,7 +310,7 @@ def lora_problems(config: Config, make_task: MakeTask) -> list[Problem]:
             Problem(
                 "lora.rank",
                 got=f"{config.lora.rank} with task={name_of(make_task)}",
-                allowed=f"0, or the tasks {able}, whose layers apply adapters",
+                allowed=f"0, or the tasks {able}, whose layers support adapters",
                 nearest="lora.rank=0",
             )
         ]

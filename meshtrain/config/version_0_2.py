@@ -52,7 +52,7 @@ def today(record: Mapping[str, Json]) -> Values:
                     "config.json",
                     got=f"{key}={values[key]} in a run of version 0.2",
                     allowed=f"{key}={plain}",
-                    nearest="`hf export` of meshtrain 0.2.0, and `hf import` of its folder",
+                    nearest="`hf export` with meshtrain 0.2.0, then `hf import` of this folder",
                 )
             )
     values.pop("model.expert_room", None)

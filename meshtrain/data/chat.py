@@ -70,7 +70,7 @@ def read_lines(path: Place, problems: Problems) -> list[Line]:
     except UserError as error:
         problems.add(*error.problems)
     if num_marks and peers.is_main_process():
-        warn(f"{path}: got {num_marks} byte order mark(s), which are removed")
+        warn(f"{path}: removed {num_marks} byte order mark(s)")
     return result
 
 
@@ -177,8 +177,8 @@ def open_chat(options: DataOptions, asked: DataRequest) -> Dataset:
         raise UserError(
             Problem(
                 "data.source",
-                got="chat, whose answers alone count, with a task whose batch has no 'weights'",
-                allowed="a task whose loss is weighted by them",
+                got="chat, which trains only on answers, with a task whose batch has no 'weights'",
+                allowed="a task whose loss uses 'weights'",
                 nearest="task=decoder",
             )
         )
@@ -193,7 +193,7 @@ def open_chat(options: DataOptions, asked: DataRequest) -> Dataset:
         Problem(
             "data.path",
             got=(
-                f"{len(part)} lines for {name}, {one.num_dropped} of them without a token of an answer within "
+                f"{len(part)} lines for {name}, of which {one.num_dropped} have no token of an answer within "
                 f"sequence_length = {sequence_length}"
             ),
             allowed="at least one line with an answer",

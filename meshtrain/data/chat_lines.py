@@ -77,7 +77,9 @@ def fields_of(row: bytes | JsonObject, allowed: str) -> JsonObject:
     try:
         fields = read_json(row) if isinstance(row, bytes) else row
     except ValueError as error:
-        raise UserError(Problem(None, got=f"no JSON in UTF-8 ({error})", allowed="one JSON object a line")) from error
+        raise UserError(
+            Problem(None, got=f"not JSON in UTF-8 ({error})", allowed="one JSON object per line")
+        ) from error
     if not isinstance(fields, dict):
         raise UserError(Problem(None, got=type(fields).__name__, allowed=allowed))
     return fields
@@ -101,17 +103,17 @@ def line_of(row: bytes | JsonObject, where: str) -> Line:
         messages, learned = messages_of(given)
         learned = [one and number >= num_before for number, one in enumerate(learned)]
         if num_before and not any(message["role"] == ASSISTANT for message in messages[num_before:]):
-            raise UserError(Problem(None, got=f"no message of the {ASSISTANT} for 'completion'", allowed=ALLOWED))
+            raise UserError(Problem(None, got=f"no {ASSISTANT} message for 'completion'", allowed=ALLOWED))
         return Line(where, None, messages, learned)
     for name in PAIR:
         if not isinstance(fields[name], str) or not is_utf8(fields[name]):
             other = fields[PAIR[1 - PAIR.index(name)]]
-            both = ", as the other field has" if isinstance(fields[name], list) and isinstance(other, str) else ""
+            both = ", like the other field" if isinstance(fields[name], list) and isinstance(other, str) else ""
             got = f"{as_json_text(fields[name])} for '{name}'"
-            raise UserError(Problem(None, got=got, allowed=f"a text in whole characters{both}"))
+            raise UserError(Problem(None, got=got, allowed=f"a text in complete characters{both}"))
     if fields.get("system"):
         raise UserError(
-            Problem(None, got="'system' beside a prompt, which is a text", allowed="the system's text in 'prompt'")
+            Problem(None, got="'system' with a prompt that is a text", allowed="the system text inside 'prompt'")
         )
     return Line(where, (fields["prompt"], fields["completion"]))
 
@@ -162,7 +164,7 @@ def _behind_system(fields: JsonObject, given: Json) -> Json:
         and isinstance(given, list)
         and any(isinstance(one, dict) and one.get("role") == "system" for one in given)
     ):
-        raise UserError(Problem(None, got="'system' beside messages that have a system message", allowed="one of them"))
+        raise UserError(Problem(None, got="'system', and a system message in the messages", allowed="one of them"))
     return [*system, *given] if system and isinstance(given, list) else given
 
 
@@ -191,7 +193,7 @@ def refuse_ignored(fields: JsonObject) -> None:
                 Problem(None, got=f"{as_json_text(value)} for '{name}', which has no effect here", allowed=allowed)
             )
     if beside := [name for name in _BESIDE if fields.get(name)]:
-        raise UserError(Problem(None, got=f"'{beside[0]}' beside the messages", allowed="conversations without"))
+        raise UserError(Problem(None, got=f"'{beside[0]}' in addition to the messages", allowed="only messages"))
 
 
 def _refuse_ratings(fields: JsonObject) -> None:
@@ -202,7 +204,7 @@ def _refuse_ratings(fields: JsonObject) -> None:
                     None,
                     got=f"'{name}', which rates answers",
                     condition="here",
-                    allowed="answers that are all trained",
+                    allowed="rows whose answers are all trained",
                     nearest=(
                         f"the good answers without '{name}', or data.source=preferences for pairs of 'chosen' and "
                         "'rejected'"
@@ -237,7 +239,7 @@ def messages_of(given: Json) -> tuple[Sequence[Message], Sequence[bool]]:
         if not isinstance(message, dict):
             raise UserError(Problem(None, got=f"{as_json_text(message)} as message {number}", allowed=_A_MESSAGE))
         if inside := [name for name in _INSIDE if message.get(name)]:
-            raise UserError(Problem(None, got=f"'{inside[0]}' in a message", allowed="messages of text alone"))
+            raise UserError(Problem(None, got=f"'{inside[0]}' in a message", allowed="messages with only text"))
         is_off = _is_switched_off(message, number)
         message = {name: value for name, value in message.items() if name not in (*SWITCHES, *INVERSE_SWITCHES)}
         if isinstance(message.get("content"), list):
@@ -268,7 +270,11 @@ def _is_switched_off(message: JsonObject, number: int) -> bool:
     """
     if other := [name for name in _OTHER_SWITCHES if message.get(name) is not None]:
         raise UserError(
-            Problem(None, got=f"'{other[0]}' in message {number}", allowed="'weight', 0 or 1, for a complete message")
+            Problem(
+                None,
+                got=f"'{other[0]}' in message {number}",
+                allowed="'weight', 0 or 1, which applies to a complete message",
+            )
         )
     given = {name: message[name] for name in (*SWITCHES, *INVERSE_SWITCHES) if message.get(name) is not None}
     for name, value in given.items():
@@ -283,7 +289,7 @@ def _is_switched_off(message: JsonObject, number: int) -> bool:
                 Problem(
                     None,
                     got=f"{as_json_text(value)} for '{name}' of message {number}, of the {message.get('role')}",
-                    allowed=f"messages of the {ASSISTANT} alone are trained",
+                    allowed=f"training only on messages of the {ASSISTANT}",
                 )
             )
     return any(bool(value) == (name in INVERSE_SWITCHES) for name, value in given.items())

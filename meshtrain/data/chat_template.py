@@ -69,8 +69,8 @@ class ChatTemplate:
                     Problem(
                         None,
                         got=(
-                            f"an answer that is not trained, and {self.name} marks {len(spans)} spans in {len(counts)} "
-                            "answers"
+                            f"an answer that is not trained, but {self.name} marks {len(spans)} spans in "
+                            f"{len(counts)} answers"
                         ),
                         allowed="one {% generation %} for each answer",
                     )
@@ -85,10 +85,10 @@ class ChatTemplate:
                         Problem(
                             None,
                             got=(
-                                f"an answer in message {index + 1} that {self.name} does not write at the end of the "
-                                "messages before it"
+                                f"an answer in message {index + 1} that {self.name} does not append to the "
+                                "text of the messages before it"
                             ),
-                            allowed="a template whose text only grows, or with {% generation %}",
+                            allowed="a template that only appends text, or marks answers with {% generation %}",
                         )
                     )
                 found.append((len(before), len(after)))
@@ -115,8 +115,8 @@ def open_template(tokenizer: str, file: str) -> ChatTemplate:
         raise UserError(
             Problem(
                 "data.chat_template",
-                got=f"'' and data.tokenizer={tokenizer}, which brings no chat template",
-                allowed=f"a tokenizer's folder with {TEMPLATE}, or a template's file",
+                got=f"'' and data.tokenizer={tokenizer}, which has no chat template",
+                allowed=f"a tokenizer's folder with {TEMPLATE}, or a template file",
                 nearest="data.chat_template=FILE",
             )
         )
@@ -164,8 +164,8 @@ def file_problems(path: str) -> list[Problem]:
         Problem(
             "data.chat_template",
             got=f"'{path}', {state}",
-            allowed="a template's file, or ''",
-            nearest="'', the template of the tokenizer's folder",
+            allowed="a template file, or ''",
+            nearest="'', the template in the tokenizer's folder",
         )
     ]
 
@@ -209,7 +209,7 @@ def compile_template(source: str, name: str, tokens: Mapping[str, str]) -> ChatT
         raise UserError(
             Problem(
                 "data.chat_template",
-                fault=f"'{name}' is no template ({error})",
+                fault=f"'{name}' is not a valid template ({error})",
                 allowed=f"Jinja, as in {TEMPLATE}",
                 nearest="data.chat_template=FILE",
             )
@@ -221,9 +221,11 @@ def compile_template(source: str, name: str, tokens: Mapping[str, str]) -> ChatT
             text = template.render(given, add_generation_prompt=wants_answer)
         except Exception as error:  # untrusted code may raise any exception
             reason = f"{type(error).__name__}: {error}"
-            raise UserError(Problem(None, got=f"messages that {name} does not take ({reason})")) from error
+            raise UserError(Problem(None, got=f"messages that {name} rejects ({reason})")) from error
         if not is_utf8(text):
-            raise UserError(Problem(None, got=f"half of a surrogate pair from {name}", allowed="whole characters"))
+            raise UserError(
+                Problem(None, got=f"half of a surrogate pair in the text of {name}", allowed="complete characters")
+            )
         return text
 
     return ChatTemplate(name, _MARKS_ANSWERS.search(source) is not None, render)
@@ -254,7 +256,9 @@ def _strip_markers(marked: str) -> tuple[str, Spans]:
                 spans.append((begin, length))
             begin = length if piece == BEGIN else -1
         else:
-            raise UserError(Problem(None, got="an answer inside an answer", allowed="one {% generation %} around each"))
+            raise UserError(
+                Problem(None, got="an answer inside an answer", allowed="one {% generation %} around each answer")
+            )
     if begin >= 0:
-        raise UserError(Problem(None, got="an answer without an end", allowed="{% endgeneration %} after each"))
+        raise UserError(Problem(None, got="an answer without an end", allowed="{% endgeneration %} after each answer"))
     return "".join(pieces), tuple(spans)

@@ -81,7 +81,7 @@ def tokenizer_for(options: DataOptions, vocab_size: int) -> Tokenizer:
         raise UserError(
             Problem(
                 "data.source",
-                got=f"'{options.source}', which brings no tokenizer",
+                got=f"'{options.source}', which has no tokenizer",
                 condition="here",
                 allowed="python, text, tokens, synthetic",
                 nearest="--config.data.source=python, whose tokens are bytes",
@@ -219,7 +219,7 @@ def open_corpus(options: DataOptions, asked: DataRequest) -> Corpus:
     problems = [
         Problem(
             "data",
-            fault=f"{len(stream)} tokens are left for {name}",
+            fault=f"only {len(stream)} tokens for {name}",
             allowed=f"at least one sequence, sequence_length + 1 = {asked.sequence_length + 1} tokens",
             nearest="a smaller sequence_length, more data, or another validation_fraction",
         )
@@ -277,7 +277,7 @@ def _tokenizer_problems(parts: Sequence[Part]) -> list[Problem]:
     return [
         Problem(
             part.key,
-            got=f"'{part.paths}' of another tokenizer than '{parts[0].paths}'",
+            got=f"'{part.paths}', prepared with another tokenizer than '{parts[0].paths}'",
             allowed="files prepared with one tokenizer",
             nearest="prepare them again",
         )
@@ -323,7 +323,7 @@ def _synthetic(asked: DataRequest) -> Corpus:
         raise UserError(
             Problem(
                 "data.source",
-                got="synthetic, and this task states no vocabulary (Task.vocab_size = 0)",
+                got="synthetic, but this task has no vocabulary (Task.vocab_size = 0)",
                 allowed="a task with a vocabulary, or other data",
                 nearest="data.source=python",
             )
@@ -379,7 +379,7 @@ def open_whole(options: DataOptions, asked: DataRequest) -> Mapping[str, Example
     empty = [
         Problem(
             "data.path",
-            fault=f"'{path}' has no document of two tokens{', all of them are empty' if path in no_text else ''}",
+            fault=f"'{path}' has no document with two tokens{'; all are empty' if path in no_text else ''}",
             allowed="files with a token to predict",
             nearest="leave it out",
         )

@@ -59,10 +59,10 @@ def open_user_data(
         example or has a wrong shape, dtype or range. Also if an evaluation would count padding as examples.
     """
     problems = []
-    for name, wanted in (("train", "examples by number"), ("fingerprint", "a text that is not empty")):
+    for name, wanted in (("train", "a sequence of examples"), ("fingerprint", "a nonempty text")):
         value = getattr(given, name, None)
         if value is None or (name == "fingerprint" and not (isinstance(value, str) and value)):
-            got = f"{'nothing' if value is None else repr(value)} for '{name}' of {type(given).__name__}"
+            got = f"{'no value' if value is None else repr(value)} for '{name}' of {type(given).__name__}"
             fix = nearest(name, vars(given) if hasattr(given, "__dict__") else ())
             problems.append(Problem("data", got=got, allowed=wanted, fix=fix, nearest="Dataset(train, ...)"))
     refuse(problems)
@@ -82,7 +82,7 @@ def open_user_data(
             Problem(
                 "data",
                 got=f"{prompts!r} for 'prompts' of {type(given).__name__}",
-                allowed="a list of texts that are not empty",
+                allowed="a list of nonempty texts",
                 nearest="[]",
             )
         )
@@ -111,7 +111,7 @@ def _split_problems(
             Problem(
                 f"data.{split}",
                 got=type(examples).__name__,
-                allowed="examples by number, with len() and [i]",
+                allowed="a sequence of examples, with len() and [i]",
                 nearest="a list, or a grain.MapDataset",
             )
         ]
@@ -148,8 +148,11 @@ def _uneven_evaluation(num_examples: int, batch: Mapping[str, Shaped], num_eval_
     return [
         Problem(
             "data.validation",
-            got=f"{num_examples} examples and batches of {batch_size}, so that the last is filled up with zeros",
-            allowed=f"a multiple of {batch_size}, or an entry 'weights' in Task.batch that is 1 for an example",
+            got=f"{num_examples} examples in batches of {batch_size}, so that the last batch is padded with zeros",
+            allowed=(
+                f"a multiple of {batch_size}, or an entry 'weights' in Task.batch that is 1 for examples and 0 "
+                "for padding"
+            ),
             nearest=f"{fix or batch_size} examples",
         )
     ]

@@ -215,7 +215,7 @@ def example_problems(
                 Problem(
                     where,
                     got=f"{list(got.shape)} {got.dtype.name} for '{name}'",
-                    allowed=f"{wanted}, as Task.batch says",
+                    allowed=f"{wanted}, see Task.batch",
                     nearest=fix,
                 )
             )
@@ -225,7 +225,7 @@ def example_problems(
                 Problem(
                     where,
                     got=f"{wrong} in '{name}'",
-                    allowed=f"0 to {limits[name] - 1}, as Task.batch says",
+                    allowed=f"0 to {limits[name] - 1}, see Task.batch",
                     nearest=near,
                 )
             )

@@ -107,8 +107,8 @@ class Cuts:
                 Problem(
                     "data.tokenizer",
                     got=(
-                        f"'{name}' and a document with {len(text) - start:,} characters in which no place is known "
-                        "where it can be cut"
+                        f"'{name}' and a document with {len(text) - start:,} characters that cannot be split "
+                        "without changing its tokens"
                     ),
                     allowed=f"at most {MOST_CHARACTERS:,}",
                     nearest="shorter documents",

@@ -218,7 +218,7 @@ class FirstFitExamples:
 
     def pairs(self) -> TokenPairs:
         """Yields (tokens, targets) in chunks, for every position of weight 1; requires that `counted` is None."""
-        assert self.counted is None, "answers are no corpus"
+        assert self.counted is None, "answers are not a corpus"
         return self.stream.pairs(max(len(self.stream) - 1, 0))
 
 

@@ -141,7 +141,7 @@ def _write_tokens(
                 Problem(
                     "data.path",
                     got=f"more than {MOST_INNER_ENDS:,} end tokens inside the documents of a token file",
-                    allowed="fewer, as its description lists them",
+                    allowed="fewer, because the file's description lists them",
                     nearest=f"data.{fix}",
                 )
             )
@@ -185,12 +185,14 @@ def _output_problems(targets: Sequence[Path], read: Set[object], overwrite: bool
         if what != "a file" or os.path.islink(target):
             got = "a link" if os.path.islink(target) else what
             fix = Path("tokens.bin") if target == out_path else f"--output={out_path}.new.bin"
-            problems.append(Problem("--output", got=f"'{target}', {got}", allowed="a new name, or a file", nearest=fix))
+            problems.append(
+                Problem("--output", got=f"'{target}', {got}", allowed="a new name, or a regular file", nearest=fix)
+            )
     if stands and not overwrite and not problems:
         problems.append(
             Problem(
                 "--output",
-                fault=f"'{next(iter(stands))}' is there already",
+                fault=f"'{next(iter(stands))}' already exists",
                 allowed="a new name",
                 nearest="--overwrite",
             )
@@ -200,14 +202,14 @@ def _output_problems(targets: Sequence[Path], read: Set[object], overwrite: bool
             Problem(
                 "--output",
                 got=f"'{out_path}', but the folder '{out_path.parent}' does not exist",
-                allowed="a file in a folder that does",
+                allowed="a file in an existing folder",
                 nearest="create it",
             )
         )
     problems += [
         Problem(
             "--output",
-            fault=f"'{target}' is also read as text",
+            fault=f"'{target}' is also an input file",
             allowed="another name",
             nearest=f"{out_path}.bin",
         )
@@ -236,7 +238,12 @@ def _file_names(output: str) -> Path:
     out_path = expand_user(output)
     if not out_path.name or out_path.name == "..":
         raise UserError(
-            Problem("--output", got=f"'{output}', no file's name", allowed="the file to write", nearest="tokens.bin")
+            Problem(
+                "--output",
+                got=f"'{output}', which is not a file name",
+                allowed="the file to write",
+                nearest="tokens.bin",
+            )
         )
     return out_path
 
@@ -300,7 +307,7 @@ def prepare(
             return write(files, out_path, bar, described=described)
     except OSError as error:
         fault = f"'{output}' cannot be written ({error.strerror or error})"
-        raise UserError(Problem("--output", fault=fault, allowed="a file that can", nearest="tokens.bin")) from error
+        raise UserError(Problem("--output", fault=fault, allowed="a writable file", nearest="tokens.bin")) from error
 
 
 def _restore_copy(path: Path, content: bytes) -> None:
@@ -416,9 +423,9 @@ def _write_each(
         raise UserError(
             Problem(
                 "--path",
-                got=f"{len(files) - len(parts)} files of a name that another has",
-                allowed="a name once where --output is a folder",
-                nearest="one folder after another",
+                got=f"{len(files) - len(parts)} files with the same name as another file",
+                allowed="different file names if --output is a folder",
+                nearest="one folder at a time",
             )
         )
     wanted = {part: _with_source(described, path, files[path], text_field) for part, path in parts.items()}
@@ -431,7 +438,7 @@ def _write_each(
     refuse(problems.lines())
     folder.mkdir(exist_ok=True)
     for part, why in again.items():
-        print(f"{part}: {why}; it is prepared again", flush=True)
+        print(f"{part}: {why}; preparing it again", flush=True)
     if whole:
         print(f"{folder}: {len(whole):,} of {len(parts):,} files are complete", flush=True)
     with _progress(files[parts[part]] for part in left) as bar:
@@ -500,15 +507,15 @@ def _difference(part: Path, old: TokenFile, new: TokenFile) -> tuple[Problem | N
     options = [name for name in differing if name not in ("source_bytes", "source_version")]
     fault = ""
     if not old.source:
-        fault = f"'{part}' is of an earlier version, which recorded no source of it"
+        fault = f"'{part}' is from an earlier version, which did not record its source"
     elif options:
         was, now = found[options[0]]
-        fault = f"'{part}' was prepared with {options[0]} {was!r}, here it is {now!r}"
+        fault = f"'{part}' was prepared with {options[0]} {was!r}, and this command has {now!r}"
     if fault:
         fix = "another --output, or --overwrite"
-        return Problem("--output", fault=fault, allowed="a folder for each way to prepare", nearest=fix), ""
+        return Problem("--output", fault=fault, allowed="a separate folder for each set of options", nearest=fix), ""
     if differing:
-        return None, f"'{new.source}' has changed since"
+        return None, f"'{new.source}' has changed since it was prepared"
     return None, "" if is_intact(part, old) else "it is damaged: its ids differ from its checksum"
 
 
@@ -535,7 +542,7 @@ def main(arguments: Sequence[str]) -> None:
         "--output",
         metavar="FILE",
         required=True,
-        help="the .bin file; or FOLDER/ for one file per input, which can be resumed",
+        help="the .bin file; or FOLDER/ for one file per input, which an interrupted command can resume",
     )
     parser.add_argument("--tokenizer", metavar="FILE", default="bytes", help="bytes, or a tokenizer.json or its folder")
     parser.add_argument("--end_token", default="", help="the token that ends a document")

@@ -196,14 +196,14 @@ def unread(options: DataOptions, inputs: Container[str], source_of: Callable[[st
         problems.append(
             Problem(
                 "data.validation_path",
-                got=f"'{options.validation_path}' {got}, which takes its validation data from data.path or brings them",
+                got=f"'{options.validation_path}' {got}, which takes its validation data from data.path or has its own",
                 allowed="''",
                 nearest="leave it out",
                 depends_on=["data.path"],
             )
         )
     if "tokenizer" not in inputs and options.tokenizer != "bytes":
-        why = "its token files bring their own" if options.source == "tokens" else "it reads no text"
+        why = "its token files have their own tokenizer" if options.source == "tokens" else "it reads no text"
         problems.append(
             Problem(
                 "data.tokenizer",
@@ -216,7 +216,7 @@ def unread(options: DataOptions, inputs: Container[str], source_of: Callable[[st
         problems.append(
             Problem(
                 "data.chat_template",
-                got=f"'{options.chat_template}' {got}, whose models answer no messages",
+                got=f"'{options.chat_template}' {got}, whose models do not answer messages",
                 allowed="''",
                 nearest="data.source=chat",
             )
@@ -268,7 +268,7 @@ def check(options: DataOptions, reads_data: bool = True, like: str = "") -> list
                 for problem in kind(part.files)
             ]
             if like == "tokens" and not found:
-                found = shared_files(parts, _text_of, "whose text {} has too")
+                found = shared_files(parts, _text_of, "whose text is also in {}")
             problems += Problems(found).lines()
     return problems
 
@@ -289,7 +289,7 @@ def check_files(options: DataOptions, like: str = "") -> list[Place]:
         raise UserError(
             Problem(
                 PATH,
-                got=f"weights in '{options.path}', where each file is scored by itself",
+                got=f"weights in '{options.path}', although this command scores each file separately",
                 allowed="files or globs",
                 nearest=",".join(part.paths for part in (first, *others)),
             )
@@ -313,11 +313,11 @@ def _sidecar_problems(files: Iterable[Path]) -> list[Problem]:
 
 def _no_lines(files: Iterable[Place]) -> list[Problem]:
     """Returns an error line for each file whose name shows that it has no JSON lines or table rows."""
-    lines = "jq -c '.[]' FILE.json > FILE.jsonl, for a file with one list"
+    lines = "jq -c '.[]' FILE.json > FILE.jsonl, if the file contains one list"
     return [
         Problem(
             "data.path",
-            got=f"'{path}', which has no lines",
+            got=f"'{path}', which is not a file of lines or rows",
             allowed=f"files that end in {', '.join(TABLES)}",
             nearest=lines if path.suffix == ".json" else f"data.source={source_of(str(path))}",
         )

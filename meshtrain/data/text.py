@@ -58,8 +58,8 @@ def standard_library() -> list[tuple[str, str]]:
         raise UserError(
             Problem(
                 "data.source",
-                got=f"'python', but {root} holds no readable .py files",
-                allowed="a Python with its library's source, or data.source=text with data.path",
+                got=f"'python', but {root} contains no readable .py files",
+                allowed="a Python installation with the source of its library, or data.source=text with data.path",
                 depends_on=["data.path"],
             )
         )
@@ -156,7 +156,7 @@ def find_files(paths: str) -> tuple[dict[Place, int], list[Problem]]:
             allowed = "existing files or globs"
             problems.append(Problem(_KEY, got=f"'{item}', {said}", allowed=allowed, fix=_beside(path)))
     for path in [path for path in files if isinstance(path, Path) and not _can_read(path)]:
-        got, fix = f"'{path}', which this user may not read", f"chmod a+r '{path}'"
+        got, fix = f"'{path}', which this user cannot read", f"chmod a+r '{path}'"
         problems.append(Problem(_KEY, got=got, allowed="readable files", nearest=fix))
     return _each_once(files), Problems(problems).lines()
 
@@ -224,9 +224,9 @@ def tokens_as_text(files: Iterable[Place]) -> list[Problem]:
     for path in files:
         sidecar = path.with_name(f"{path.name}.json")
         if path.suffix == ".bin" and what_is_at(sidecar) == "a file":
-            got = f"which holds tokens, as '{sidecar.name}' beside it says"
+            got = f"which contains tokens according to '{sidecar.name}'"
         elif _has_zeros(path):
-            got = "which has zero bytes, as token files have and text has not"
+            got = "which has zero bytes, so it is not text; it may be a token file"
         else:
             continue
         problems.append(
@@ -274,8 +274,8 @@ def open_documents(path: Place) -> Iterator[tuple[BinaryIO, BinaryIO]]:
             raise UserError(
                 Problem(
                     "data.path",
-                    got=f"'{path}', which takes the package pyarrow ({error})",
-                    allowed="files that take none",
+                    got=f"'{path}', which needs the package pyarrow ({error})",
+                    allowed="files that need no package",
                     nearest="pip install 'meshtrain[data]'",
                 )
             ) from error
@@ -285,8 +285,8 @@ def open_documents(path: Place) -> Iterator[tuple[BinaryIO, BinaryIO]]:
                 Problem(
                     "data.path",
                     fault=f"'{path}' cannot be read ({why})",
-                    allowed="whole files that this user may read",
-                    nearest="leave it out, or fetch it again",
+                    allowed="complete files that this user can read",
+                    nearest="leave it out, or download it again",
                 )
             ) from error
 
@@ -334,7 +334,7 @@ def _parquet_rows(path: Place, file: BinaryIO, column: str) -> Iterator[tuple[st
             Problem(
                 "data.text_field",
                 got=(
-                    f"'{column}', which is no column of text of '{path}', with the columns "
+                    f"'{column}', which is not a text column of '{path}', with the columns "
                     f"{', '.join(table.schema_arrow.names) or '(none)'}"
                 ),
                 condition="there",
@@ -369,14 +369,14 @@ def _row_text(row: bytes | JsonObject, text_field: str) -> str:
     # JSONDecodeError and UnicodeDecodeError are both ValueErrors; brackets may be nested deeper than Python can follow.
     except (ValueError, RecursionError) as error:
         raise UserError(
-            Problem("data.path", fault=f"{{where}} is no JSON in UTF-8 ({error})", allowed="one JSON object a line")
+            Problem("data.path", fault=f"{{where}} is not JSON in UTF-8 ({error})", allowed="one JSON object per line")
         ) from error
     if not isinstance(fields, dict) or not isinstance(fields.get(text_field), str):
         texts = [name for name, value in fields.items() if isinstance(value, str)] if isinstance(fields, dict) else []
         raise UserError(
             Problem(
                 "data.text_field",
-                got=f"'{text_field}', which holds no text in {{where}}",
+                got=f"'{text_field}', which has no text in {{where}}",
                 condition="there",
                 allowed=", ".join(texts) or "nothing",
                 fix=nearest(text_field, texts),
@@ -387,7 +387,7 @@ def _row_text(row: bytes | JsonObject, text_field: str) -> str:
     # JSON can escape half of a surrogate pair, which UTF-8 cannot encode.
     if not text.isascii() and not is_utf8(text):
         raise UserError(
-            Problem("data.path", fault="{where} escapes half of a surrogate pair", allowed="whole characters")
+            Problem("data.path", fault="{where} escapes half of a surrogate pair", allowed="complete characters")
         )
     return text
 
@@ -396,8 +396,8 @@ def only_empty(num_documents: int) -> Problem:
     """Returns the error line for data in which all documents are empty."""
     return Problem(
         "data.path",
-        got=f"{num_documents:,} empty documents, and no others",
-        allowed="at least one with text",
+        got=f"only empty documents ({num_documents:,})",
+        allowed="at least one document with text",
         nearest="data.text_field=FIELD, the field with the text, or other files",
     )
 

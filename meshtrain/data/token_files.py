@@ -28,7 +28,7 @@ DTYPES = ("uint16", "uint32")
 TOKENIZER_FIELDS = ("vocab_size", "end_id", "tokenizer_sha256", "begin", "special_tokens")
 MOST_INNER_ENDS = 1_000_000  # maximum per file, because its description lists them
 
-_WRITTEN = "what python -m meshtrain prepare writes"
+_WRITTEN = "a file written by python -m meshtrain prepare"
 _AGAIN = "prepare it again"
 _CHUNK_BYTES = 1 << 24
 _WHOLE_UP_TO_BYTES = 1 << 32
@@ -100,7 +100,7 @@ def read_sidecar(path: Path) -> TokenFile:
     if num_bytes != expected_bytes:
         raise UserError(
             _malformed(
-                f"'{path}' has {num_bytes} bytes; its description says {described.num_tokens} tokens in "
+                f"'{path}' has {num_bytes} bytes, but its description has {described.num_tokens} tokens in "
                 f"{expected_bytes} bytes"
             )
         )
@@ -141,13 +141,13 @@ def read_description(path: Path) -> TokenFile:
         raise UserError(
             Problem(
                 "data.path",
-                fault=f"'{path}' has no readable '{sidecar.name}' beside it ({error.strerror})",
+                fault=f"'{path}' has no readable description '{sidecar.name}' ({error.strerror})",
                 allowed="files written by python -m meshtrain prepare",
                 nearest="data.source=text if it is text",
             )
         ) from error
     except ValueError as error:
-        raise UserError(_malformed(f"'{sidecar}' is no JSON ({error})")) from error
+        raise UserError(_malformed(f"'{sidecar}' is not JSON ({error})")) from error
     content = later | content if isinstance(content, dict) else content
     if not isinstance(content, dict) or any(type(content.get(name)) is not kind for name, kind in wanted.items()):
         raise UserError(_malformed(f"'{sidecar}' must be an object with {', '.join(wanted)}"))
@@ -312,7 +312,7 @@ def scan(path: Path, described: TokenFile, vocab_size: int) -> tuple[str, Proble
         for start, ids in _chunks(path, described.dtype) if index.largest_id >= vocab_size else ():
             if (is_outside := ids >= vocab_size).any():
                 position = int(np.argmax(is_outside))
-                fault = f"'{path}' holds id {ids[position]} at token {start + position}"
+                fault = f"'{path}' contains id {ids[position]} at token {start + position}"
                 break
         problem = Problem(
             "data.path",
@@ -412,10 +412,10 @@ class OpenFile:
                 Problem(
                     "data.path",
                     fault=(
-                        f"'{self.path}' has changed while it is read ({before.st_size} bytes at first, now "
-                        f"{now.st_size})"
+                        f"'{self.path}' changed while the run was reading it ({before.st_size} bytes at "
+                        f"first, now {now.st_size})"
                     ),
-                    allowed="a file that stays as it is",
+                    allowed="a file that does not change",
                     nearest="write other data to another file",
                 )
             )

@@ -158,7 +158,7 @@ def file_problems(path: str) -> list[Problem]:
     if what == "a file":
         return []
     if what_is_at(path) == "a folder":
-        state = f"a folder that holds no {file.name}" if what == "nothing there" else f"whose {file.name} is {what}"
+        state = f"a folder without {file.name}" if what == "nothing there" else f"whose {file.name} is {what}"
     else:
         state = "which does not exist" if what == "nothing there" else what
     download = download_command(path) or snapshot_of(path)
@@ -193,8 +193,8 @@ def _load(path: str) -> "tokenizers.Tokenizer":
     except Exception as error:  # the package raises no narrower class
         if line := pointer_problem(tokenizer_file(path)):
             raise UserError(f"data.tokenizer: {line}") from error
-        got = f"'{path}', which is no tokenizer.json ({error})"
-        allowed = "what Tokenizer.save writes"
+        got = f"'{path}', which is not a valid tokenizer.json ({error})"
+        allowed = "a file written by Tokenizer.save"
         raise UserError(Problem("data.tokenizer", got=got, allowed=allowed, nearest="bytes")) from error
     # Documents are never truncated or padded, even if the file requests it.
     loaded.no_truncation()
@@ -218,11 +218,11 @@ def _end_id(path: str, end_token: str, vocab: dict[str, int]) -> int:
     of_folder = "" if end_token else folder_end_token(path)
     well_known = [token for token in _END_TOKENS if token in vocab]
     if of_folder and of_folder not in vocab:
-        fault = f"'{path}' names '{of_folder}' as its eos_token, which its {TOKENIZER} lacks"
-        allowed = "one of its tokens"
+        fault = f"'{path}' has the eos_token '{of_folder}', which is not in its {TOKENIZER}"
+        allowed = "a token of this file"
         raise UserError(Problem("data.tokenizer", fault=fault, allowed=allowed, nearest="data.end_token=TOKEN"))
     if end_token and end_token not in vocab:
-        raise UserError(unknown(f"data.end_token for {path}", end_token, well_known, "'', which adds one id"))
+        raise UserError(unknown(f"data.end_token for {path}", end_token, well_known, "'', which adds an id"))
     known = end_token or of_folder or next(iter(well_known), "")
     return vocab[known] if known else max(vocab.values(), default=-1) + 1
 
@@ -238,7 +238,7 @@ def _encodings(
         return encode_batch(list(texts), add_special_tokens=add_special_tokens)
     except Exception as error:  # as in `_load`; for example, a tokenizer without a token for unknown text
         got = f"'{path}', which cannot encode the data ({error})"
-        allowed = "one that has a token for every text"
+        allowed = "a tokenizer with tokens for every text"
         raise UserError(Problem("data.tokenizer", got=got, allowed=allowed, nearest="bytes")) from error
 
 
@@ -276,7 +276,7 @@ def _begin_ids(
         return before
     shown = " ".join(str(loaded.id_to_token(index)) for index in behind)
     fix = loaded.id_to_token(before[0]) if len(before) == 1 else NO_TOKEN
-    got = f"'' with '{path}', whose post-processor puts {shown} behind a text, as models that read whole texts have it"
+    got = f"'' with '{path}', whose post-processor adds {shown} after a text, as for encoder models such as BERT"
     key = "data.begin_token"
     raise UserError(Problem(key, got=got, allowed=f"{NO_TOKEN}, or a token", nearest=f"{key}={fix}"))
 
@@ -368,8 +368,8 @@ def _as_text(
             raise UserError(
                 Problem(
                     "data.special_tokens",
-                    got=f"{TEXT} with '{path}', which has no other tokens for the text '{text}'",
-                    allowed=f"{ENCODE}, or a tokenizer that writes every text",
+                    got=f"{TEXT} with '{path}', which has no other encoding of the text '{text}'",
+                    allowed=f"{ENCODE}, or a tokenizer that can encode every text",
                     nearest=f"data.special_tokens={ENCODE}",
                 )
             )
@@ -490,7 +490,7 @@ def open_tokenizer(name: str, end_token: str = "", begin_token: str = "", specia
     if name != "bytes":
         return file_tokenizer(name, end_token, begin_token, special_tokens)
     if begin_token not in ("", NO_TOKEN):
-        got = f"'{begin_token}' with data.tokenizer=bytes, which has no such token"
+        got = f"'{begin_token}' with data.tokenizer=bytes, which does not have this token"
         allowed = f"'', {NO_TOKEN}"
         raise UserError(Problem("data.begin_token", got=got, allowed=allowed, nearest=f"data.begin_token={NO_TOKEN}"))
     return byte_tokenizer()
@@ -504,7 +504,7 @@ def vocabulary_problems(tokenizer: Tokenizer, vocab_size: int) -> list[Problem]:
         Problem(
             "model.vocab_size",
             got=vocab_size,
-            condition=f"for tokenizer '{tokenizer.name}' with its end of document",
+            condition=f"for tokenizer '{tokenizer.name}' with its end token",
             allowed=f"at least {tokenizer.vocab_size}",
             nearest=tokenizer.vocab_size,
         )

@@ -64,7 +64,7 @@ def named_parts(path: str, validation_path: str) -> tuple[list[Part], list[Probl
 
 
 def shared_files(
-    parts: Sequence[Part], identities_of: Callable[[Place], Iterable[Hashable]], why: str = "which {} names too"
+    parts: Sequence[Part], identities_of: Callable[[Place], Iterable[Hashable]], why: str = "which {} also lists"
 ) -> list[Problem]:
     """Returns an error line for each file of a source or validation set that an earlier source or set also contains.
 
@@ -86,7 +86,7 @@ def shared_files(
                 continue
             other = owner.key if owner.key != part.key or not owner.name else f"'{owner.name}'"
             alias = "" if str(path) == str(file) else f" as '{path}'"
-            allowed = "files that are not trained on" if owner.key != part.key else "each file once"
+            allowed = "files that are not in the training data" if owner.key != part.key else "each file once"
             problems.append(
                 Problem(part.key, got=f"'{file}', {why.format(other)}{alias}", allowed=allowed, nearest="leave it out")
             )
@@ -126,8 +126,8 @@ def _parse_parts(items: Sequence[str], key: str) -> tuple[list[Part], list[Probl
             problems.append(
                 Problem(
                     key,
-                    got=f"'{name}' twice as a name",
-                    allowed="one each",
+                    got=f"'{name}' as the name of two sets",
+                    allowed="a different name for each",
                     nearest=f"{name}{len(parts) + 1}={paths}",
                 )
             )
@@ -164,8 +164,8 @@ def _integer_weights(items: Sequence[tuple[str, str | None]]) -> tuple[list[int]
     return [], [
         Problem(
             PATH,
-            got=f"weights whose shares are whole after {short_number(period)} samples",
-            allowed=f"after at most {MOST_PERIOD:,}, as shares of four digits are",
+            got=f"weights whose shares have the common denominator {short_number(period)}",
+            allowed=f"a common denominator of at most {MOST_PERIOD:,}, as for shares with four digits",
             nearest=fix,
         )
     ]

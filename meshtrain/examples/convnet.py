@@ -40,8 +40,10 @@ class ConvnetOptions:
     height: int = option(8, "pixels of an image from top to bottom", minimum=2)
     width: int = option(8, "pixels of an image from left to right", minimum=2)
     channels: int = option(1, "channels of a pixel: 1 for grey, 3 for colours", minimum=1)
-    num_classes: int = option(10, "number of classes; labels are 0 to this minus 1", minimum=2)
-    filters: int = option(32, "filters of the first convolution, half of the second's", minimum=1, dim="filters")
+    num_classes: int = option(10, "number of classes; labels are 0 to this number minus 1", minimum=2)
+    filters: int = option(
+        32, "filters of the first convolution; the second has twice as many", minimum=1, dim="filters"
+    )
     hidden: int = option(128, "width of the dense layer", minimum=1, dim="mlp")
     num_groups: int = option(8, "groups of channels that GroupNorm normalizes together", minimum=1)
     dropout_rate: float = option(0.25, "share of activations set to zero in training, 0 to below 1", minimum=0)
@@ -218,7 +220,7 @@ def _check(config: Config, mesh_shape: Mapping[str, int]) -> list[Problem]:
         problems.append(
             Problem(
                 "precision.policy",
-                got="fp8 with task=convnet, whose convolutions have no 8-bit form",
+                got="fp8 with task=convnet, whose convolutions are not available in 8 bits",
                 allowed="float32, bfloat16, float16",
                 nearest="precision.policy=bfloat16",
             )

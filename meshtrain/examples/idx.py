@@ -73,7 +73,7 @@ def find_images(paths: str, key: str) -> tuple[list[Path], list[Problem]]:
                 Problem(
                     key,
                     got=f"'{path}' with {num_images} images and '{labels_of(path).name}' with {num_labels} labels",
-                    allowed="as many labels as images",
+                    allowed="equal numbers of images and labels",
                     nearest="both files of one download",
                 )
             )
@@ -83,7 +83,7 @@ def find_images(paths: str, key: str) -> tuple[list[Path], list[Problem]]:
             Problem(
                 key,
                 got=f"images of different sizes ({sizes_text})",
-                allowed="one size",
+                allowed="images of the same size",
                 nearest="one of the files",
             )
         )
@@ -113,13 +113,13 @@ def header(path: Path, magic: int, key: str) -> tuple[int, ...]:
     dims = struct.unpack(f">{num_dims}I", first[4:])
     if 0 in dims:
         raise UserError(
-            Problem(key, got=f"'{path}', whose header says {_dims_text(dims)}", allowed="sizes above 0", nearest=1)
+            Problem(key, got=f"'{path}', whose header has {_dims_text(dims)}", allowed="sizes above 0", nearest=1)
         )
     own, stored = 4 + 4 * num_dims, path.stat().st_size
     expected = own + math.prod(dims)
     if expected > _MOST_GROWTH * stored if _is_compressed(path) else expected != stored:
         raise UserError(
-            _cut_short_problem(path, f"has {stored} bytes, and its header says {own} + {_dims_text(dims)}", key)
+            _cut_short_problem(path, f"has {stored} bytes, but according to its header {own} + {_dims_text(dims)}", key)
         )
     return dims
 
@@ -144,7 +144,9 @@ def read(path: Path, magic: int, key: str) -> np.ndarray:
     if len(content) != num_elements:
         amount = "more" if len(content) > num_elements else f"{len(content)}"
         raise UserError(
-            _cut_short_problem(path, f"holds {amount} bytes of data, and its header says {_dims_text(dims)}", key)
+            _cut_short_problem(
+                path, f"contains {amount} bytes of data, but according to its header {_dims_text(dims)}", key
+            )
         )
     return np.frombuffer(content, np.uint8).reshape(dims)
 
@@ -174,7 +176,7 @@ def _open(path: Path, magic: int, key: str) -> BinaryIO:
     what = what_is_at(path)
     if what != "a file":
         state = "which does not exist" if what == "nothing there" else what
-        beside = "" if magic == IMAGES else ", beside the images"
+        beside = "" if magic == IMAGES else ", in the folder of the images"
         raise UserError(
             Problem(
                 key,
@@ -208,7 +210,7 @@ def _bytes(file: BinaryIO, most: int, path: Path, key: str) -> bytes:
             parts.append(part)
             left -= len(part)
     except EOFError as error:
-        raise UserError(_cut_short_problem(path, "ends before its compressed data do", key)) from error
+        raise UserError(_cut_short_problem(path, "ends before the end of its compressed data", key)) from error
     except (gzip.BadGzipFile, zlib.error) as error:
         raise UserError(_cut_short_problem(path, f"is damaged ({error})", key)) from error
     except OSError as error:
@@ -218,13 +220,13 @@ def _bytes(file: BinaryIO, most: int, path: Path, key: str) -> bytes:
 
 def _wrong_beginning(path: Path, first: bytes, magic: int, key: str) -> str:
     got = int.from_bytes(first[:4])
-    wanted = f"0x{magic:08x}, as IDX files of {_NAMES[magic]} begin"
+    wanted = f"0x{magic:08x}, the first bytes of an IDX file of {_NAMES[magic]}"
     if len(first) >= 4 and got in _NAMES:
         is_swapped = magic == LABELS or _images_of(path) == os.fspath(path)  # the two files have exchanged names
-        fix = "the other file of the two" if is_swapped else f"'{_images_of(path)}'"
+        fix = "the other of the two files" if is_swapped else f"'{_images_of(path)}'"
         return Problem(key, got=f"'{path}', a file of {_NAMES[got]}", allowed=wanted, nearest=fix)
     return Problem(
-        key, got=f"'{path}', which begins with 0x{first[:4].hex()}", allowed=wanted, nearest="a file of MNIST"
+        key, got=f"'{path}', which starts with 0x{first[:4].hex()}", allowed=wanted, nearest="a file from MNIST"
     )
 
 
@@ -237,7 +239,9 @@ def _dims_text(dims: Sequence[int]) -> str:
 
 
 def _cut_short_problem(path: Path, said: str, key: str) -> str:
-    return Problem(key, got=f"'{path}', which {said}", allowed="whole IDX files", nearest="copy or download it again")
+    return Problem(
+        key, got=f"'{path}', which {said}", allowed="complete IDX files", nearest="copy or download it again"
+    )
 
 
 def _unreadable(path: Path, error: OSError, key: str) -> str:

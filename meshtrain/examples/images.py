@@ -139,7 +139,7 @@ def _problems(key: str, pair: tuple[np.ndarray, np.ndarray], asked: DataRequest)
                 key,
                 got=f"grey images of {height} x {width} pixels",
                 condition="for this task",
-                allowed=f"{wanted}{colours}, as Task.batch says",
+                allowed=f"{wanted}{colours}, see Task.batch",
                 nearest=fix,
             )
         )

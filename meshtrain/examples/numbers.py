@@ -34,7 +34,7 @@ class NumberOptions(DataOptions):
     """The options of the data source `numbers`."""
 
     numbers_below: int = option(
-        1000, "the data are the numbers from 0 to this minus 1", minimum=10, maximum=1_000_000, only_for=NUMBERS
+        1000, "the data are the numbers from 0 to this number minus 1", minimum=10, maximum=1_000_000, only_for=NUMBERS
     )
     num_held_out: int = option(
         0, "numbers reserved for validation; 0: a tenth, at most 1,000", minimum=0, only_for=NUMBERS
@@ -188,7 +188,7 @@ def open_numbers(options: NumberOptions, asked: DataRequest) -> Dataset:
         raise UserError(
             Problem(
                 "data.source",
-                got=f"{options.source}, pairs of a source and a target, with a task whose batch has no '{missing[0]}'",
+                got=f"{options.source} (pairs of a source and a target) with a task whose batch has no '{missing[0]}'",
                 allowed=f"a task whose batch has {' and '.join(SIDES)}",
                 nearest="task=seq2seq",
             )
@@ -207,9 +207,9 @@ def open_numbers(options: NumberOptions, asked: DataRequest) -> Dataset:
             nearest=least,
         )
         for key, got, least, what in (
-            ("model.source_length", source_length, most_source, "the digits of the longest and an end"),
-            ("sequence_length", target_length, most_target, "the words of the longest and an end"),
-            ("model.vocab_size", asked.ids_below, text.vocab_size, "the end, the digits and the words"),
+            ("model.source_length", source_length, most_source, "the digits of the longest number and an end token"),
+            ("sequence_length", target_length, most_target, "the words of the longest number and an end token"),
+            ("model.vocab_size", asked.ids_below, text.vocab_size, "the end token, the digits and the words"),
         )
         if got < least
     ]

@@ -123,7 +123,7 @@ def _too_long(lengths: np.ndarray, capacities: tuple[int, int]) -> list[Problem]
         problems.add(
             Problem(
                 "data",
-                fault=f"pair {number} has {source} tokens of source and {target} of target, with their ends",
+                fault=f"pair {number} has {source} source tokens and {target} target tokens, including end tokens",
                 allowed=f"at most {capacities[0]} and {capacities[1]}",
                 nearest=(
                     f"sequence_length={max(target, capacities[1])}, model.source_length={max(source, capacities[0])}, "

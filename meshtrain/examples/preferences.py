@@ -101,9 +101,9 @@ def _pair(fields: JsonObject, where: str) -> Pair:
         texts = [Line(where, None, *messages_of(before + answer)) for answer in answers]
         for name, answer, text in zip(ANSWERS, answers, texts, strict=True):
             if all(message["role"] != ASSISTANT for message in answer):
-                raise UserError(Problem(None, got=f"no message of the {ASSISTANT} for '{name}'", allowed=ALLOWED))
+                raise UserError(Problem(None, got=f"no {ASSISTANT} message for '{name}'", allowed=ALLOWED))
             if not chat.last_answer_counts(text):
-                raise UserError(Problem(None, got=f"an answer that is not trained for '{name}'", allowed=ALLOWED))
+                raise UserError(Problem(None, got=f"an untrained last answer in '{name}'", allowed=ALLOWED))
         return Pair(where, str(texts[0].messages[:-1]), (texts[0], texts[1]))
     for name, text in zip(("prompt", *ANSWERS), (prompt, *answers), strict=True):
         if not isinstance(text, str) or not is_utf8(text) or (not text and name in ANSWERS):
@@ -166,7 +166,9 @@ def open_pairs(options: DataOptions, asked: DataRequest) -> Dataset:
     lengths, most = [len(one.ids) + len(other.ids) - 2 for one, other in both], asked.sequence_length
     for pair, texts in zip(pairs, both, strict=True):
         if np.array_equal(texts[0].ids, texts[1].ids):
-            problems.add_at(pair.where, Problem("data.path: {where}", got="equal answers", allowed="two"))
+            problems.add_at(
+                pair.where, Problem("data.path: {where}", got="equal answers", allowed="two different answers")
+            )
     long = [pair.where for pair, length in zip(pairs, lengths, strict=True) if length > most]
     for where in long:
         up_to, fix = "up to " if len(long) > 1 else "", f"sequence_length={max(lengths)}, or leave out that line"

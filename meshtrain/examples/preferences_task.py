@@ -192,7 +192,7 @@ def _check(config: Config, mesh_shape: Mapping[str, int]) -> list[Problem]:
             Problem(
                 "model.within_documents",
                 got=False,
-                condition="with task=preferences, whose rows hold two texts",
+                condition="with task=preferences, whose rows contain two texts",
                 allowed=True,
                 nearest="model.within_documents=true",
             )
@@ -202,14 +202,14 @@ def _check(config: Config, mesh_shape: Mapping[str, int]) -> list[Problem]:
             Problem(
                 "optimizer.trainable",
                 got=f"'{config.optimizer.trainable}'",
-                condition="with task=preferences and adapters, beneath which is the reference",
+                condition="with task=preferences and adapters, whose base model is the reference",
                 allowed="''",
                 nearest="leave it out",
                 depends_on=["lora.rank"],
             )
         )
     if config.init_from and not config.lora.rank and adapters.is_folder(config.init_from):
-        fix = "lora.rank=R of the folder, or `hf export` of a run with lora.rank=0 that merges them"
+        fix = "the lora.rank of the folder, or `hf export` of a run with lora.rank=0 that merges them"
         found.append(
             Problem(
                 "init_from",

@@ -48,7 +48,10 @@ class Seq2SeqOptions(TransformerShape):
         0, "tokens in the vocabulary of sources and targets, without padding; 0: the data's vocabulary", minimum=0
     )
     vocab_multiple: int = option(
-        128, "the vocabulary is padded to a multiple of this; padding gets no probability", minimum=1, dim="vocab"
+        128,
+        "the vocabulary is padded to a multiple of this number; padding gets no probability",
+        minimum=1,
+        dim="vocab",
     )
     begin_id: int = option(0, "the token that ends a source and starts a target", minimum=0)
     dropout_rate: float = option(
@@ -61,7 +64,7 @@ class Seq2SeqOptions(TransformerShape):
         "pre", "pre: normalize inputs of attention and mlp, and the last output; post: each residual sum",
         choices=("pre", "post"),
     )  # fmt: skip
-    norm_epsilon: float = option(1e-5, "added to the variance", minimum=0.0)
+    norm_epsilon: float = option(1e-5, "number added to the variance, for stability", minimum=0.0)
     activation: str = option("relu", "activation function of the mlp", choices=("relu", "gelu", "swiglu"))
     tied_embeddings: bool = option(True, "sources, targets and the head share one table; false: each has its own")
     biases: bool = option(True, "biases in projections, mlp and LayerNorm")
@@ -70,7 +73,7 @@ class Seq2SeqOptions(TransformerShape):
         minimum=0.0,
     )  # fmt: skip
     loss_chunk: int = option(
-        0, "tokens on a device whose logits the loss computes at a time; 0: logits of 512 MiB", minimum=0
+        0, "tokens per device whose logits the loss computes at a time; 0: tokens with logits of 512 MiB", minimum=0
     )
     attention: str = option(
         "auto",

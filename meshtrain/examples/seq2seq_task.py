@@ -91,7 +91,7 @@ def seq2seq(
         of the decoder.
       placement: determines the shardings of weights and activations; None for a single device.
     """
-    assert options.vocab_size, "resolve() replaces a vocab_size of 0 by that of the data"
+    assert options.vocab_size, "resolve() replaces a vocab_size of 0 by the vocab_size of the data"
     lengths = (options.source_length or sequence_length, sequence_length)
     model = Seq2Seq(options, *lengths, dtype, output_dtype or dtype, placement or Placement.single_device(), remat)
     of_init, num_layers = initializer(options, *lengths), options.num_encoder_layers + options.num_layers
@@ -215,7 +215,7 @@ class Seq2Seq:
         layers = computing(layers, dtype) if train and casts_first(remat, place) else layers
         indices = jnp.arange(jax.tree.leaves(layers)[0].shape[0])
         x, sums = run_layers(self.options, layers, x, indices, given, place, dtype, train, remat, Layer)
-        assert sums is None, "layers of an encoder-decoder add nothing to the loss"
+        assert sums is None, "layers of an encoder-decoder do not add to the loss"
         y: Activations = End(self.options, place).apply(params_of(params, "end"), x)
         return y
 
@@ -537,7 +537,7 @@ def _check(config: Config, mesh_shape: Mapping[str, int]) -> list[Problem]:
                 "model.begin_id",
                 got=options.begin_id,
                 condition=f"with data.source={config.data.source}",
-                allowed=f"{BEGIN_ID}, with which its targets begin",
+                allowed=f"{BEGIN_ID}, the first token of its targets",
                 nearest=BEGIN_ID,
                 depends_on=["data.source"],
             )

@@ -76,7 +76,9 @@ def from_file(path: str, problems: Problems, *, chat: bool = False, key: str = "
         )
         return []
     if not prompts and not problems.count:
-        problems.add(Problem(key, got=f"'{path}', which holds no prompt", allowed="at least one line", nearest=_LINE))
+        problems.add(
+            Problem(key, got=f"'{path}', which contains no prompt", allowed="at least one line", nearest=_LINE)
+        )
     return prompts
 
 
@@ -95,7 +97,7 @@ def _of_line(line: bytes, where: str, chat: bool) -> Prompt:
     try:
         fields = read_json(line)
     except ValueError as error:
-        raise UserError(Problem(None, got=f"no JSON in UTF-8 ({error})", allowed=wanted)) from error
+        raise UserError(Problem(None, got=f"not JSON in UTF-8 ({error})", allowed=wanted)) from error
     if chat and isinstance(fields, dict) and "messages" in fields and "prompt" not in fields:
         messages, _ = messages_of(fields["messages"])
         return Prompt(messages[-1]["content"], where, messages)
@@ -173,7 +175,7 @@ def encode_prompts(prompts: Sequence[Prompt], tokenizer: Tokenizer, vocab_size: 
                 Problem(
                     where,
                     got=f"'{shown}', {len(ids)} tokens",
-                    allowed=f"at most {most}, as the model has no more positions",
+                    allowed=f"at most {most}, the positions of the model",
                     nearest=f"its last {most} tokens",
                 )
             )

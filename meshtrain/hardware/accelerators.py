@@ -149,7 +149,7 @@ ACCELERATORS = (
         network_bytes_per_second=3.125e9,
         product_share=0.75,
         source="cloud.google.com/tpu/docs/v5e; network: 6.4 Tb/s for a pod of 256",
-        product_source="assumed; MaxText's whole steps reach 0.67 (its README, 32B on a v5e-256)",
+        product_source="assumed; MaxText's complete steps reach 0.67 (its README, 32B on a v5e-256)",
     ),
     Accelerator(
         name="v5p",
@@ -162,7 +162,7 @@ ACCELERATORS = (
         network_bytes_per_second=6.25e9,
         product_share=0.75,
         source="cloud.google.com/tpu/docs/v5p; network: 50 Gb/s a chip",
-        product_source="assumed; MaxText's whole steps reach 0.71 (its README, 32B on a v5p-128)",
+        product_source="assumed; MaxText's complete steps reach 0.71 (its README, 32B on a v5p-128)",
     ),
     Accelerator(
         name="v6e",

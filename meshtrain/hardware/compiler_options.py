@@ -52,12 +52,14 @@ PIPELINED_GATHERS = ("xla_gpu_enable_pipelined_all_gather", "xla_gpu_pipeline_al
 # names for the pipelining options (see LARGE_GPU_OPTIONS), and its compiler aborts with the estimator.
 GPU_OPTIONS = (
     CompilerOption(
-        "xla_gpu_enable_latency_hiding_scheduler", True, "starts collectives early; some GPUs (A100) do not by default"
+        "xla_gpu_enable_latency_hiding_scheduler",
+        True,
+        "starts collectives early; by default, some GPUs (A100) start them late",
     ),
     CompilerOption(
         "xla_gpu_enable_analytical_latency_estimator",
         True,
-        "weighs collectives by size; older GPUs guess by default",
+        "estimates the time of collectives from their size; by default, older GPUs use a fixed guess",
         "0.11",
     ),
     *(CompilerOption(f"xla_gpu_enable_pipelined_{kind}", True, why, before="0.11") for kind, why in PIPELINED.items()),
@@ -81,13 +83,13 @@ EXPERT_GPU_OPTIONS = (
     CompilerOption(
         "xla_gpu_enable_analytical_sol_latency_estimator",
         False,
-        "starts gathers of weights early although tokens are exchanged meanwhile",
+        "starts gathers of weights early, even during an exchange of tokens",
         since="0.12",
     ),
     CompilerOption(
         "xla_gpu_experimental_parallel_collective_overlap_limit",
         64,
-        "weights are gathered and gradients scattered while tokens are exchanged",
+        "gathers weights and scatters gradients while tokens are exchanged",
         since="0.12",
     ),
 )
@@ -98,8 +100,7 @@ LATE_GPU_OPTIONS = (
     CompilerOption(
         "xla_gpu_experimental_parallel_collective_overlap_limit",
         64,
-        "gradients of one step late are reduced during the next step; one collective at a time would let the others "
-        "wait",
+        "reduces the delayed gradients during the next step; with only one collective at a time, the others would wait",
     ),
 )
 
@@ -111,12 +112,12 @@ CHUNK_GPU_OPTIONS = (
     CompilerOption(
         "xla_gpu_experimental_parallel_collective_overlap_limit",
         64,
-        "gradients are reduced during loops over rows; the limit counts all collectives of a loop",
+        "reduces gradients during loops over clock ticks; the limit counts all collectives of a loop",
     ),
     CompilerOption(
         "xla_gpu_memory_limit_slop_factor",
         200,
-        "reductions of chunks overlap rows although the scheduler estimates more memory than the step needs",
+        "lets reductions of chunks overlap clock ticks although the scheduler overestimates the memory of the step",
     ),
 )
 
@@ -126,11 +127,11 @@ DETERMINISTIC_GPU_OPTIONS = (
     CompilerOption(
         "xla_gpu_deterministic_ops",
         True,
-        "deterministic: rows are sorted before they are added, and kernels are not chosen by their time",
+        "deterministic: sorts rows before it adds them, and does not choose kernels by their measured time",
     ),
     # With the first option, jaxlib 0.12 cannot compile Triton products for a GPU that is not present.
     CompilerOption(
-        "xla_gpu_enable_triton_gemm", False, "cuBLAS computes products, with the kernels that it selects", since="0.12"
+        "xla_gpu_enable_triton_gemm", False, "computes products with cuBLAS, which selects the kernels", since="0.12"
     ),
 )
 
@@ -139,7 +140,7 @@ CPU_OPTIONS = (
     CompilerOption(
         "xla_cpu_copy_insertion_use_region_analysis",
         True,
-        "updates moments in place, which it copies by default",
+        "updates moments in place; by default, they are copied",
         "0.13",  # untested; an option that XLA does not know makes every compilation fail
     ),
 )
@@ -161,7 +162,7 @@ def joining(layer_bytes: int) -> tuple[CompilerOption, ...]:
     """
     if layer_bytes <= JOINED_BYTES:
         return ()
-    reason = "combines the transfers of a layer's gradients: products overlap one collective instead of several"
+    reason = "combines the transfers of a layer's gradients into one collective, which products can overlap"
     kinds = ("all_reduce", "reduce_scatter")
     return tuple(CompilerOption(f"xla_gpu_{kind}_combine_threshold_bytes", layer_bytes, reason) for kind in kinds)
 

@@ -26,7 +26,7 @@ RING = "ring-all-reduce"
 OPERATIONS = (
     "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast", RING
 )  # fmt: skip
-ALLOWED = "a file that `meshtrain bench-collectives --json=FILE` has written"
+ALLOWED = "a file written by `meshtrain bench-collectives --json=FILE`"
 _NEAREST = "measure again, or leave --links out"
 
 
@@ -121,7 +121,7 @@ def read(path: str) -> Links:
     try:
         content = json.loads(place.read_text(encoding="utf-8"))
     except (ValueError, RecursionError, OSError) as error:
-        text = Problem("--links", got=f"'{path}', which is no JSON ({error})", allowed=ALLOWED, nearest=_NEAREST)
+        text = Problem("--links", got=f"'{path}', which is not JSON ({error})", allowed=ALLOWED, nearest=_NEAREST)
         raise UserError(text) from error
     problems = Problems()
     platform, listed = _top(path, content, problems)
@@ -202,7 +202,7 @@ def _top(path: str, content: Json, problems: Problems) -> tuple[str, Sequence[Js
                 "--links",
                 fault=f"'{path}' has no links: {text}",
                 allowed="at least one",
-                nearest="measure again while it is idle",
+                nearest="measure again while the machine is idle",
             )
         )
     return str(platform), listed
@@ -217,10 +217,10 @@ def _entry_problems(where: str, entry: Json) -> list[Problem]:
     checks = {
         "axis": (isinstance(entry["axis"], str) and entry["axis"] != "", "the name of a mesh axis"),
         "operation": (entry["operation"] in OPERATIONS, ", ".join(OPERATIONS)),
-        "group_size": (type(size) is int and size >= 2, "a whole number, at least 2"),
+        "group_size": (type(size) is int and size >= 2, "an integer, at least 2"),
         "num_hosts": (
             type(entry["num_hosts"]) is type(size) is int and 1 <= entry["num_hosts"] <= size,
-            "a whole number from 1 to group_size",
+            "an integer from 1 to group_size",
         ),
         "latency_seconds": (is_finite(entry["latency_seconds"]) and entry["latency_seconds"] >= 0, "at least 0"),
         "bytes_per_second": (is_finite(entry["bytes_per_second"]) and entry["bytes_per_second"] > 0, "more than 0"),

@@ -46,7 +46,7 @@ _LEGAL: Mapping[str, tuple[Json, ...]] = {
     "peft_type": (None, "LORA"),
 }
 _LEAST_ALPHA = 1e-30  # far below every alpha in use; float32 still represents alpha / rank
-_WRITTEN = f"the {ADAPTERS_FILE} that peft wrote"
+_WRITTEN = f"the original {ADAPTERS_FILE} from peft"
 _AGAIN = "peft's merge_and_unload(), then save_pretrained(DIR)"
 
 
@@ -84,7 +84,7 @@ def open_adapters(directory: str | Path) -> Adapters:
     try:
         given = read_json(file.read_text(encoding="utf-8"))
         if not isinstance(given, dict):
-            raise ValueError(f"it holds {type(given).__name__}")
+            raise ValueError(f"it contains {type(given).__name__}")
     except (OSError, ValueError) as error:
         raise UserError(
             Problem(file, fault=f"not read ({error})", allowed="a JSON object", nearest=_WRITTEN)
@@ -95,7 +95,12 @@ def open_adapters(directory: str | Path) -> Adapters:
         if given.get(key) not in legal:
             allowed = ", ".join(map(str, legal))
             problems.add(
-                Problem(key, got=text_of(given[key]), allowed=f"{allowed}, which leave the base alone", nearest=_AGAIN)
+                Problem(
+                    key,
+                    got=text_of(given[key]),
+                    allowed=f"{allowed}, which do not change the base model",
+                    nearest=_AGAIN,
+                )
             )
     if given.get("base_model_name_or_path") is not None:
         base = _typed_value(given, "base_model_name_or_path", str, problems) or ""
@@ -105,7 +110,7 @@ def open_adapters(directory: str | Path) -> Adapters:
         raise UserError(
             Problem(at / WEIGHTS_FILE, got="no tensors", allowed="lora_A and lora_B of matrices", nearest=_AGAIN)
         )
-    assert options is not None, "without problems there are options"
+    assert options is not None, "options are None only if there are problems"
     return Adapters(at, options, base, stored)
 
 
@@ -138,8 +143,11 @@ def _parse_options(given: JsonObject, problems: Problems) -> LoraOptions | None:
             problems.add(
                 Problem(
                     name,
-                    got=f"the scale {own.scale:g} by its patterns, and {options.scale:g} by r and lora_alpha",
-                    allowed="several scales in no folder",
+                    got=(
+                        f"the scale {own.scale:g} according to the patterns, but {options.scale:g} according to r "
+                        "and lora_alpha"
+                    ),
+                    allowed="one scale for all adapters of a folder",
                     nearest=_AGAIN,
                 )
             )
@@ -382,7 +390,7 @@ def _config(
     alpha = int(adapters.alpha) if adapters.alpha.is_integer() else adapters.alpha
     power = 0.5 if adapters.rank_stabilized else 1
     is_transposed = [_is_transposed(row) for rows in modules for row in rows]
-    assert len(set(is_transposed)) == 1, "all matrices of a family are stored alike"
+    assert len(set(is_transposed)) == 1, "all matrices of a family have the same order of dims"
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

@@ -52,8 +52,8 @@ def family_of(options: DecoderOptions) -> str:
     raise UserError(
         Problem(
             "model",
-            got=f"{', '.join(got)}, beside which no model of Hugging Face has the other options",
-            allowed=f"those of one of {', '.join(FAMILIES)}",
+            got=f"{', '.join(got)}, which no Hugging Face model combines with the other options",
+            allowed=f"the options of one of {', '.join(FAMILIES)}",
             nearest=f"{', '.join(wanted)} for {family}",
         )
     )

@@ -149,11 +149,11 @@ def notes(directory: str | Path, model: Described) -> list[str]:
     lines = []
     if model.separate_head:
         lines.append(
-            f"{directory}: {CONFIG_FILE} has {TIED}=true, and {model.separate_head} differs from the embedding table; "
-            "it is read as a separate output head, as in transformers"
+            f"{directory}: {CONFIG_FILE} has {TIED}=true, but {model.separate_head} differs from the "
+            "embedding table; it is used as a separate output head, as in transformers"
         )
     if model.is_unquantized:
-        lines.append(f"{directory}: {CONFIG_FILE} has {QUANTIZED}, and no tensor is quantized; it is ignored")
+        lines.append(f"{directory}: {CONFIG_FILE} has {QUANTIZED}, but no tensor is quantized; this key is ignored")
     return lines
 
 
@@ -246,8 +246,8 @@ def _most_alike(given: Mapping[str, Json], kind: str) -> str:
     first, second = sorted(FAMILIES, key=order)[:2]
     texts = [f"{key} ({what})" for key, what in differing[first].items()]
     more = f" and {len(texts) - _MOST_DIFFERING} more" if len(texts) > _MOST_DIFFERING else ""
-    differences = f"; from {first} differ {', '.join(texts[:_MOST_DIFFERING])}{more}" if texts else ""
-    return f"most alike are {first} and {second}{differences}"
+    differences = f"; keys that differ from {first}: {', '.join(texts[:_MOST_DIFFERING])}{more}" if texts else ""
+    return f"the most similar families are {first} and {second}{differences}"
 
 
 def _differing_keys(given: Mapping[str, Json], kind: str) -> dict[str, str]:
@@ -283,7 +283,7 @@ def _length(given: Mapping[str, Json], key: str) -> tuple[int, list[Problem]]:
         length = int(flags.convert(given[key], int))
         if 1 <= length <= options.MOST[int]:
             return length, []
-    return 0, [refusal(key, given[key], f"a whole number, 1 to {options.MOST[int]}", PUBLISHED)]
+    return 0, [refusal(key, given[key], f"a whole number from 1 to {options.MOST[int]}", PUBLISHED)]
 
 
 def differences(
@@ -301,9 +301,9 @@ def differences(
     return [
         Problem(
             f"model.{name}",
-            got=f"{own}, and the model in {directory} has {wanted}",
+            got=f"{own}, but the model in {directory} has {wanted}",
             allowed=wanted,
-            nearest=f"model.{name}={wanted}, as `python -m meshtrain hf config {directory}` prints it",
+            nearest=f"model.{name}={wanted}, which `python -m meshtrain hf config {directory}` prints",
         )
         for name, (own, wanted) in differing(ours, theirs, sequence_length).items()
     ]
@@ -353,7 +353,7 @@ def _load(path: Path) -> JsonObject:
             raise UserError(
                 Problem(
                     path.parent,
-                    got="adapters of the package peft, without the model beneath them",
+                    got="peft adapters without their base model",
                     allowed=f"a folder with {CONFIG_FILE}",
                     nearest=f"--config.init_from={path.parent} of train",
                 )
@@ -363,7 +363,7 @@ def _load(path: Path) -> JsonObject:
         given = read_json(path.read_text(encoding="utf-8"))
         if isinstance(given, dict):
             return given
-        raise ValueError(f"it holds {type(given).__name__}")
+        raise ValueError(f"it contains {type(given).__name__}")
     except (OSError, ValueError) as error:
         if line := pointer_problem(path):
             raise UserError(line) from error
@@ -385,7 +385,7 @@ def _canonical_names(given: Mapping[str, Json], family: Family) -> tuple[JsonObj
             problems.append(
                 Problem(
                     other,
-                    got=f"{text_of(value)}, and {key} says {text_of(renamed[key])}",
+                    got=f"{text_of(value)}, but {key} has {text_of(renamed[key])}",
                     allowed="the same",
                     nearest=PUBLISHED,
                 )
@@ -446,7 +446,7 @@ def _strange(given: Mapping[str, Json], ignore: str) -> list[Problem]:
       ignore: keys, comma separated; `tokenizer.json` is accepted, too.
     """
     strange, ignored = in_no_table(given), [key.strip() for key in ignore.split(",") if key.strip()]
-    why = "keys that meshtrain understands; nothing that it knows of would differ"
+    why = "keys that meshtrain understands; the effect of this key is unknown"
     fix = f"--config.init_ignore={','.join(strange)}"
     problems = [refusal(key, given[key], why, fix) for key in strange if key not in ignored]
     for key in ignored:
@@ -455,7 +455,7 @@ def _strange(given: Mapping[str, Json], ignore: str) -> list[Problem]:
                 Problem(
                     "init_ignore",
                     got=f"'{key}'",
-                    allowed=f"keys in no table of meshtrain, here {', '.join(strange) or 'none'}, and {TOKENIZER}",
+                    allowed=f"keys that meshtrain does not know, here {', '.join(strange) or 'none'}, and {TOKENIZER}",
                     nearest="leave it out",
                 )
             )
@@ -489,7 +489,7 @@ def _contradictions(shape: DecoderOptions, family: Family) -> list[Problem]:
         found.append(
             Problem(
                 "head_dim",
-                got=f"nothing, and {shape.num_heads} heads do not divide a width of {shape.embed_dim}",
+                got=f"nothing, but {shape.num_heads} heads do not divide a width of {shape.embed_dim}",
                 allowed="a whole number",
                 nearest=PUBLISHED,
             )
@@ -503,7 +503,7 @@ def _contradictions(shape: DecoderOptions, family: Family) -> list[Problem]:
             Problem(
                 f"rope_parameters.{high}",
                 got=scaling.high,
-                allowed=f"above {low}={scaling.low}, which is above 0",
+                allowed=f"above {low}={scaling.low}, which must be above 0",
                 nearest=PUBLISHED,
             )
         )

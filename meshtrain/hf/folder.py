@@ -63,7 +63,9 @@ def open_folder(directory: str | Path, ignore: str | None = "") -> Folder:
     folder = expand_user(directory).absolute()
     if (what := what_is_at(folder)) != "a folder":
         raise UserError(
-            Problem(directory, got=what, allowed="a folder with config.json", nearest="download the model there")
+            Problem(
+                directory, got=what, allowed="a folder with config.json", nearest="download the model into this folder"
+            )
         )
     stored, problems = tensor_files.tensors(folder)
     try:
@@ -108,7 +110,7 @@ def _mismatches(
             Problem(
                 folder,
                 got=f"{len(stored)} tensors in the files",
-                allowed=f"the {num_wanted} of the model in config.json",
+                allowed=f"the {num_wanted} tensors of the model in config.json",
                 nearest="the files that belong to it",
             )
         ]
@@ -147,7 +149,7 @@ def _mismatches(
         problems.add(
             Problem(
                 f"{stored[name].file}: {name}",
-                fault="the model in config.json has no such tensor",
+                fault="the model in config.json does not have this tensor",
                 allowed=f"its {len(wanted)} tensors",
                 nearest="the config.json that belongs to the files",
             )
@@ -208,7 +210,7 @@ def by_name(directory: str | Path, abstract_params: Params) -> Mapping[str, tens
     tensors = {name.replace("/", "."): one for name, one in stored.items()}
     leaves = {path.replace("/", "."): leaf.shape for path, leaf in leaves_with_paths(abstract_params)}
     other = {name for name in leaves.keys() & tensors if leaves[name] != tensors[name].shape}
-    differ = {"no": leaves.keys() - tensors, "besides": tensors.keys() - leaves, "another shape of": other}
+    differ = {"no": leaves.keys() - tensors, "additional": tensors.keys() - leaves, "another shape of": other}
     problems = problems or [
         Problem(
             directory,

@@ -100,7 +100,7 @@ def rotary(given: Mapping[str, Json], kind: str) -> tuple[Values, list[Problem]]
         if problem.key == "rope_theta":
             problems.append(problem.with_parts(key=local_key))
         else:
-            fault = problem.fault.replace("rope_theta or rope_scaling say", f"{local_key} says")
+            fault = problem.fault.replace("rope_theta or rope_scaling have", f"{local_key} has")
             problems.append(_in_half(WINDOWED, problem.with_parts(fault=fault)))
     return fields | ({"rope.local_base": local["rope.base"]} if "rope.base" in local else {}), problems
 
@@ -144,7 +144,9 @@ def _rope_interval(given: Mapping[str, Json]) -> tuple[Values, list[Problem]]:
     if isinstance(num_layers, int) and (
         not _has_length(layers, num_layers) or layers != rope_layers(num_layers, every)
     ):
-        return {}, [refusal(UNROTATED[0], layers, f"{num_layers} layers, of which every nth is 0 and the others are 1")]
+        return {}, [
+            refusal(UNROTATED[0], layers, f"{num_layers} layers, with 0 for every n-th layer and 1 for the others")
+        ]
     return {"rope.unrotated_every": every}, []
 
 
@@ -183,7 +185,7 @@ def _rope(given: Mapping[str, Json], family: Family) -> tuple[Values, list[Probl
             problems.append(
                 Problem(
                     f"rope_parameters.{name}",
-                    got=f"{text_of(newer[name])}, and rope_theta or rope_scaling say {text_of(older[name])}",
+                    got=f"{text_of(newer[name])}, but rope_theta or rope_scaling have {text_of(older[name])}",
                     allowed="the same",
                     nearest=PUBLISHED,
                 )
@@ -207,7 +209,9 @@ def _rope(given: Mapping[str, Json], family: Family) -> tuple[Values, list[Probl
         if (name, stated[name]) != ("partial_rotary_factor", 1.0):
             problems.append(refusal(f"{where}.{name}", stated[name], f"{', '.join(wanted)} with {kind}"))
     if kind == "yarn" and fields.get("rope.factor") == 1.0 and fields.get("rope.attention") not in (0.0, 1.0):
-        problems.append(refusal(f"{where}.attention_factor", stated["attention_factor"], "none with a factor of 1"))
+        problems.append(
+            refusal(f"{where}.attention_factor", stated["attention_factor"], "no attention_factor if factor is 1")
+        )
     return fields, problems
 
 
@@ -250,16 +254,16 @@ def _in_turns(given: Mapping[str, Json], kind: str) -> tuple[Values, list[Proble
     if types is not None:
         every = types.index(FULL) + 1 if isinstance(types, list) and FULL in types else 0
     elif any(value != every for value in patterns.values()) or type(every) is not int or every < 1:
-        return {}, [refusal(key, every, f"one whole number, at least 1, in each of {', '.join(patterns)}")]
+        return {}, [refusal(key, every, f"the same integer, at least 1, in {', '.join(patterns)}")]
     if not isinstance(num_layers, int):
         return {}, []  # `_fields` in config_json reports num_hidden_layers
     if types is not None and (not _has_length(types, num_layers) or types != turns(num_layers, every)):
-        return {}, [refusal("layer_types", types, f"{num_layers} layers, of which every nth is {FULL}")]
+        return {}, [refusal("layer_types", types, f"{num_layers} layers, of which every n-th is {FULL}")]
     if every == 1:
         return {}, []
     size = given.get("sliding_window_size") if "sliding_window_size" in WINDOW_KEYS[kind] else None
     if size is not None and size != window:
-        return {}, [refusal("sliding_window_size", size, f"{window}, as sliding_window says")]
+        return {}, [refusal("sliding_window_size", size, f"{window}, the value of sliding_window")]
     fields, problems = {"global_every": every}, list[Problem]()
     take(fields, problems, "window", "sliding_window", window)
     return ({}, problems) if problems else (fields, [])

@@ -83,7 +83,7 @@ def tensors(folder: Path) -> tuple[dict[str, Stored], list[Problem]]:
                 problems.add(
                     Problem(
                         f"{folder / file}: {name}",
-                        fault=f"it is in {found[name].file.name}, too",
+                        fault=f"it is also in {found[name].file.name}",
                         allowed="each tensor once",
                         nearest="remove one of the files",
                     )
@@ -104,7 +104,7 @@ def tensors(folder: Path) -> tuple[dict[str, Stored], list[Problem]]:
             Problem(
                 f"{found[name].file}: {name}",
                 fault=f"not in {INDEX_FILE}",
-                allowed="the names of the index",
+                allowed="only names in the index",
                 nearest=_AGAIN,
             )
         )
@@ -165,7 +165,7 @@ def warn_not_finite(place: str | Path, tensors: Collection[str]) -> None:
     """
     if tensors:
         more = f" and {len(tensors) - _NAMED} more tensors" if len(tensors) > _NAMED else ""
-        warn(f"{place}: NaN or infinity in {', '.join([*tensors][:_NAMED])}{more}; what the model computes may be NaN")
+        warn(f"{place}: NaN or infinity in {', '.join([*tensors][:_NAMED])}{more}; the model's outputs may be NaN")
 
 
 def content_hash(stored: Mapping[str, Stored]) -> str:
@@ -192,7 +192,7 @@ def unreadable(stored: Mapping[str, Stored], readable: Collection[str] = READABL
             f"{one.file}: {name}",
             got=f"dtype {one.dtype}",
             allowed=", ".join(readable),
-            nearest="the model before it was quantized",
+            nearest="the unquantized model",
         )
         for name, one in stored.items()
         if one.dtype not in readable
@@ -203,7 +203,7 @@ def _no_files(folder: Path) -> Problem:
     names = sorted(path.name for path in folder.iterdir())
     pickles = [name for name in names if _PICKLES.fullmatch(name)]
     got = f"{pickles[0]}, a pickle, which may run code" if pickles else "no safetensors file"
-    fix = "save_pretrained(DIR) of a newer transformers" if pickles else "download model.safetensors, too"
+    fix = "save_pretrained(DIR) of a newer transformers" if pickles else "also download model.safetensors"
     return Problem(folder, got=got, allowed="safetensors", nearest=fix)
 
 
@@ -294,12 +294,12 @@ def _header(path: Path, problems: Problems) -> dict[str, Stored]:
             begin = _LENGTH_BYTES + length + one["data_offsets"][0]
             result[name] = Stored(path, one["dtype"], tuple(one["shape"]), begin)
     except OSError as error:
-        problems.add(Problem(path, got=error.strerror or error, allowed="a file that can be read", nearest="chmod a+r"))
+        problems.add(Problem(path, got=error.strerror or error, allowed="a readable file", nearest="chmod a+r"))
     except SafetensorError as error:
         pointer = pointer_problem(path)
         problems.add(
             pointer
-            or Problem(path, fault=f"not safetensors ({error})", allowed="a whole file of that format", nearest=_AGAIN)
+            or Problem(path, fault=f"not safetensors ({error})", allowed="a complete safetensors file", nearest=_AGAIN)
         )
     return result
 
@@ -311,5 +311,5 @@ def _once(pairs: Sequence[tuple[str, Json]]) -> JsonObject:
     """
     counts = collections.Counter(name for name, _ in pairs)
     if len(counts) < len(pairs):
-        raise SafetensorError(f"'{counts.most_common(1)[0][0]}' stands there twice")
+        raise SafetensorError(f"'{counts.most_common(1)[0][0]}' is listed twice")
     return dict(pairs)

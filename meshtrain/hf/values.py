@@ -9,7 +9,7 @@ from meshtrain.options import Values
 _OPTIONS = flags.schema(DecoderOptions())
 NO_WAY = "none, this model cannot be imported"
 PUBLISHED = "the config.json that was published with the weights"
-UNQUANTIZED = "the copy of this model that is not quantized, in bfloat16 or float32"
+UNQUANTIZED = "the unquantized copy of this model, in bfloat16 or float32"
 
 
 def take(fields: Values, problems: list[Problem], name: str, key: str, value: Json) -> None:

@@ -94,8 +94,11 @@ def topk(options: CompressionOptions, dtype: DTypeLike) -> Reduction:
         sent, whole = sent_bytes(1, replicas, is_scattered), _int8_bytes(options.block, 1, replicas, is_scattered)
         if sent < whole:
             return []
-        what = f"top-k sends {sent:.3g} bytes a parameter over {replicas} replicas, which grows with their number, and "
-        return [(f"{what}int8 {whole:.3g}", "reduction.name=int8, which loses less as well")]
+        what = (
+            f"top-k sends {sent:.3g} bytes per parameter between {replicas} replicas, which grows with their "
+            "number, and "
+        )
+        return [(f"{what}int8 sends {whole:.3g}", "reduction.name=int8, which also loses less precision")]
 
     return dataclasses.replace(_reduction(options, sent_bytes), advice=larger_than_int8)
 

@@ -82,10 +82,11 @@ def local_steps(config: Config, placed: Placed, reduction: Reduction | None) -> 
             Problem(
                 "local_steps.groups",
                 got=(
-                    f"{options.groups} on mesh.data = {mesh.shape[DATA]} with fsdp or an axis after it and a task "
-                    "without `takes_manual_axes`, or with weights split over data"
+                    f"{options.groups} on mesh.data = {mesh.shape[DATA]} with a task without "
+                    "`takes_manual_axes` on a mesh with fsdp or an axis after it, or with weights split over "
+                    "data"
                 ),
-                allowed="a task with it, or one device along data",
+                allowed="a task with `takes_manual_axes`, or one device along data",
                 nearest="mesh.data=1",
                 depends_on=["mesh.data"],
             )
@@ -123,7 +124,10 @@ def check(config: Config, mesh_shape: Mapping[str, int]) -> list[Problem]:
             Problem(
                 "num_steps",
                 got=config.num_steps,
-                allowed=f"a multiple of {given}, as weights that are evaluated come from its last step",
+                allowed=(
+                    f"a multiple of {given}, because the weights for evaluation are those after the last step of "
+                    "a period"
+                ),
                 nearest=nearest_multiple(config.num_steps, options.period),
             )
         )
@@ -131,8 +135,8 @@ def check(config: Config, mesh_shape: Mapping[str, int]) -> list[Problem]:
         problems.append(
             Problem(
                 "zero.level",
-                got=f"{config.zero.effective_level} with {given}, where each group along data has weights of its own",
-                allowed="0, and fsdp to split them",
+                got=f"{config.zero.effective_level} with {given}; groups along data have separate weights",
+                allowed="0; use mesh.fsdp to split weights",
                 nearest="zero.level=0",
                 depends_on=["mesh.data"],
             )
@@ -141,7 +145,7 @@ def check(config: Config, mesh_shape: Mapping[str, int]) -> list[Problem]:
         problems.append(
             Problem(
                 "precision.policy",
-                got=f"fp8 with {given}, where a tensor's maximum would be that of all groups",
+                got=f"fp8 with {given}, but a tensor's maximum for its scale would be over all groups",
                 allowed="float32, bfloat16, float16",
                 nearest="precision.policy=bfloat16",
             )
@@ -150,7 +154,7 @@ def check(config: Config, mesh_shape: Mapping[str, int]) -> list[Problem]:
         key = "offload.moments"
         problems.append(Problem(key, got=f"True with {given}", allowed=False, nearest=f"{key}=False"))
     if config.optimizer.average:
-        why = "where each group would average weights that its outer step replaces"
+        why = "but a group would average weights that the outer step replaces"
         got = f"{config.optimizer.average} with {given}, {why}"
         problems.append(Problem("optimizer.average", got=got, allowed=0, nearest="optimizer.average=0"))
     if options.outer_momentum >= 1:

@@ -57,7 +57,8 @@ def check(config: Config, mesh_shape: Mapping[str, int]) -> list[Problem]:
             Problem(
                 "reduction.name",
                 got=(
-                    f"one_step_late with local_steps.period = {config.local_steps.period}, whose steps send no gradient"
+                    f"one_step_late with local_steps.period = {config.local_steps.period}, whose steps do not "
+                    "send gradients"
                 ),
                 allowed="one of the two",
                 nearest="reduction.name=sum",
@@ -69,8 +70,8 @@ def check(config: Config, mesh_shape: Mapping[str, int]) -> list[Problem]:
             Problem(
                 "guard.spike_factor",
                 got=(
-                    f"{config.guard.spike_factor} with reduction.name = one_step_late, where a skipped gradient would "
-                    "come again"
+                    f"{config.guard.spike_factor} with reduction.name = one_step_late, which would apply a "
+                    "skipped gradient in the next step"
                 ),
                 allowed=0,
                 nearest="guard.spike_factor=0",

@@ -17,7 +17,7 @@ def parser() -> argparse.ArgumentParser:
     """Returns the parser of the arguments before the `--`."""
     result = argparse.ArgumentParser(
         prog=f"{program()} launch",
-        description="Starts a program in several processes that find each other, and ends them together.",
+        description="Starts a program in several connected processes, and ends them together.",
         usage="%(prog)s --processes=N [--devices=N] [--restarts=N [--min-processes=N]] -- -m meshtrain train ...",
         exit_on_error=False,
         allow_abbrev=False,
@@ -34,7 +34,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument(
         "--back-seconds",
         type=int,
-        help=f"time after which all processes, failed ones too, are restarted ({seconds:.0f})",
+        help=f"seconds after which all processes, including failed processes, are restarted ({seconds:.0f})",
     )
     return result
 
@@ -68,7 +68,7 @@ def job(argv: Sequence[str], gpus: Sequence[str]) -> tuple[local_processes.Job, 
     problems = _unknown_words(unknown, [_flag(name) for name in limits])
     if not command:
         fix = "-- -m meshtrain train --config=3d"
-        problems.append(Problem("program", got="nothing after --", allowed="words for python", nearest=fix))
+        problems.append(Problem("program", got="nothing after --", allowed="arguments for python", nearest=fix))
     for name, (least, most) in limits.items():
         value = getattr(arguments, name)
         if value is not None and not least <= value <= most:

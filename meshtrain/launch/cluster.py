@@ -171,7 +171,12 @@ def meeting(
         return _in_kubernetes(environ, address, num_processes, full_name())
     wanted = "--processes=N" if method == "k8s" else _BY_HAND
     raise UserError(
-        Problem("processes", got=f"{method}, where only JAX knows the others", allowed=wanted, nearest="that")
+        Problem(
+            "processes",
+            got=f"{method}, where only JAX can determine the other processes",
+            allowed=wanted,
+            nearest=wanted,
+        )
     )
 
 
@@ -255,7 +260,7 @@ def _numbers(environ: Mapping[str, str], **below: int) -> list[int]:
     texts = {name: environ.get(name) or "nothing" for name in below}
     wrong = [name for name, value in texts.items() if not (_is_whole(value) and int(value) < below[name])]
     if wrong:
-        allowed = {name: f"a number below {below[name]}, as the scheduler sets it" for name in wrong}
+        allowed = {name: f"a number below {below[name]}, set by the scheduler" for name in wrong}
         raise UserError(*(Problem(name, got=texts[name], allowed=allowed[name], nearest=_BY_HAND) for name in wrong))
     return [int(value) for value in texts.values()]
 
@@ -279,7 +284,10 @@ def _explicit(environ: Mapping[str, str]) -> Arguments | None:
             Problem(
                 "processes",
                 got=got,
-                allowed="host:port with a port from 1 to 65535, a number, and a number from 0 to one less",
+                allowed=(
+                    "an address host:port with a port from 1 to 65535, a number of processes, and an index below "
+                    "this number"
+                ),
                 nearest="localhost:9901, 2 and 0",
             )
         )
@@ -309,7 +317,7 @@ def _open_mpi(environ: Mapping[str, str]) -> str:
     raise UserError(
         Problem(
             "processes",
-            got=f"{environ['OMPI_COMM_WORLD_SIZE']} from Open MPI without an address to meet at",
+            got=f"{environ['OMPI_COMM_WORLD_SIZE']} from Open MPI without a coordinator address",
             allowed=f"pip install mpi4py, or {_BY_HAND}",
         )
     )

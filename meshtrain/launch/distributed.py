@@ -104,8 +104,8 @@ def simulate(num_devices: int) -> None:
         raise UserError(
             Problem(
                 "simulate",
-                got=f"{num_devices} devices, and JAX has started with {len(devices)} x {devices[0].platform}",
-                allowed="before anything uses JAX",
+                got=f"{num_devices} devices, but JAX has already started with {len(devices)} x {devices[0].platform}",
+                allowed="a call before anything uses JAX",
                 nearest=f"restart Python, and call simulate({num_devices}) first",
             )
         ) from None
@@ -171,7 +171,7 @@ def choose(
             Problem(
                 "mesh",
                 got=f"{num_devices_needed} devices",
-                allowed=f"at most the {len(found)} {what} devices there are",
+                allowed=f"at most the {len(found)} available {what} devices",
                 nearest=fix,
             )
         )
@@ -252,7 +252,9 @@ def _refuse_flags(flags: str) -> None:
     answer = subprocess.run(asks, env={**os.environ, "XLA_FLAGS": flags}, capture_output=True, text=True, check=False)
     if match := re.search(r"^[EF]\d{4} .*?\] (.*)", answer.stderr, re.MULTILINE):
         raise UserError(
-            Problem("XLA_FLAGS", got=flags, allowed=f"what XLA takes ({match[1]})", nearest="leave that out")
+            Problem(
+                "XLA_FLAGS", got=flags, allowed=f"flags that XLA accepts ({match[1]})", nearest="leave this flag out"
+            )
         )
 
 
@@ -275,7 +277,7 @@ def _meet(how: cluster.Arguments) -> None:
         raise UserError(
             Problem(
                 "processes",
-                fault=f"cannot meet: {error}",
+                fault=f"cannot connect: {error}",
                 allowed=f"start them before anything uses JAX, each with its {', '.join(cluster.EXPLICIT)}",
             )
         ) from error
@@ -292,7 +294,12 @@ def _simulate(num_devices: int) -> None:
         return
     if _setting("jax_platforms") == "cpu" and num_devices > MAX_SIMULATED:
         raise UserError(
-            Problem("mesh", got=f"{num_devices} simulated devices", allowed=f"at most {MAX_SIMULATED}", nearest="that")
+            Problem(
+                "mesh",
+                got=f"{num_devices} simulated devices",
+                allowed=f"at most {MAX_SIMULATED}",
+                nearest=MAX_SIMULATED,
+            )
         )
     try:
         jax.config.update("jax_num_cpu_devices", num_devices)
@@ -306,7 +313,7 @@ def _about_cpu(devices: Sequence[jax.Device]) -> list[str]:
     where = f"{jax.process_count()} processes" if jax.process_count() > 1 else "this machine's CPU"
     lines = [f"{len(devices)} devices are simulated on {where}"] if len(devices) > 1 else []
     if leaves_gpus(devices):
-        lines.append("an NVIDIA GPU is there, but this JAX cannot use it: pip install 'meshtrain[cuda12]'")
+        lines.append("this machine has an NVIDIA GPU, but this JAX cannot use it: pip install 'meshtrain[cuda12]'")
     return lines
 
 
@@ -328,7 +335,7 @@ def _keep_compilations() -> list[str]:
                 directory = str(path)
         except (OSError, RuntimeError, ValueError) as error:  # no home directory, or an impossible file name
             jax.config.update("jax_compilation_cache_dir", None)
-            return [f"compilation cache off: {directory}: {error}; JAX_COMPILATION_CACHE_DIR names another"]
+            return [f"compilation cache off: {directory}: {error}; set JAX_COMPILATION_CACHE_DIR to another folder"]
     jax.config.update("jax_compilation_cache_dir", directory)
     for name, value in _CACHE_EVERYTHING.items():
         if name.upper() not in os.environ:

@@ -234,7 +234,7 @@ class JobMembers:
         self.until = max(self._back) if len(there) < job.num_processes else None
         self._started = there[: self._most]
         if out := [str(number) for number in range(job.num_processes) if number not in self._started]:
-            _say(f"{len(self._started)} of {job.num_processes} processes start, without {', '.join(out)}")
+            _say(f"starting {len(self._started)} of {job.num_processes} processes, without {', '.join(out)}")
         gpus = tuple(job.gpus[number] for number in self._started) if job.gpus else ()
         return dataclasses.replace(job, num_processes=len(self._started), gpus=gpus, full=job.num_processes)
 
@@ -265,9 +265,9 @@ class JobMembers:
             _say(
                 Problem(
                     "--min-processes",
-                    got=f"{least}, and neither {tried} processes nor more of those that are left fit this run",
-                    allowed="what the line above has",
-                    nearest="that",
+                    got=f"{least}, but this run fits neither {tried} processes nor more of the remaining processes",
+                    allowed="the number in the error above",
+                    nearest="that number",
                 )
             )
         return may

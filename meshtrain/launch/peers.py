@@ -24,8 +24,8 @@ from meshtrain.files import Json
 _PATIENCE_SECONDS = 600  # patience for the slowest process, which may be reading a large file
 _LAST_SECONDS = 5.0  # how long the end of an `Exchange` waits until the remaining reports are published
 _ROOM = "meshtrain"
-SAME_START = "start them by the same command on the same installation"
-SAME_FILES = "the same files on every machine, as in one shared folder"
+SAME_START = "start them with the same command from the same installation"
+SAME_FILES = "the same files on every machine, for example in a shared folder"
 FINISHED = "finished"  # instead of a heartbeat
 _num_calls: collections.Counter[str] = collections.Counter()
 _lock = threading.Lock()
@@ -132,7 +132,7 @@ def differences(what: str, facts: Sequence[Mapping[str, Json]], fix: str = SAME_
                     Problem(
                         "processes",
                         fault=f"{what} differs: {name} is {here} in process {process} and {there} in process 0",
-                        allowed="the same in all",
+                        allowed="the same value in all processes",
                         nearest=fix,
                     )
                 )

@@ -68,19 +68,19 @@ def meet(meeting: Meeting, environ: Mapping[str, str]) -> Said:
             retry(lambda: socket.getaddrinfo(meeting.host, meeting.port), TRY_SECONDS)
     except OSError as failure:
         got = f"{meeting.address}, which does not resolve ({failure.strerror})"
-        fix = "its IP address, or fix DNS"
+        fix = "the IP address, or correct the DNS entry"
         raise UserError(Problem(key, got=got, allowed="host:port of process 0", nearest=fix)) from failure
     try:
         return _answers(*roll_call(meeting, environ, None, MEET_SECONDS, needs_all=True))
     except Occupied as why:
         got = f"{meeting.address}, where process 0 cannot listen ({why})"
-        fix = f"another port, or {number}=1 if process 0 is there already"
-        raise UserError(Problem(key, got=got, allowed="a port that is free", nearest=fix)) from None
+        fix = f"another port, or {number}=1 if process 0 is already running"
+        raise UserError(Problem(key, got=got, allowed="a free port", nearest=fix)) from None
     except Refused as why:
         fix = f"start each process once, with its own {number}"
         raise UserError(Problem("processes", fault=why, allowed="each number once", nearest=fix)) from None
     except Unreachable as reason:
-        raise LostPeer(f"{reason}, before all processes had met") from None
+        raise LostPeer(f"{reason}, before all processes were connected") from None
 
 
 def tell(meeting: Meeting, environ: Mapping[str, str], value: Json, seconds: float) -> None:
@@ -153,7 +153,11 @@ def roll_call(
             if isinstance(reason, Refused) or (member and member.has_answer):
                 raise
             own = f"{next(filter(environ.get, _NUMBERS))}={meeting.index}"
-            why = f": another program answers there, or a job that has its {own} already" if member else f": {reason}"
+            why = (
+                f": another program answers, or a job that already has a process with {own}"
+                if member
+                else f": {reason}"
+            )
             if (left := begun + seconds - time.monotonic() - _RETRY_SECONDS) <= 0:
                 raise Unreachable(f"waited {line([0], why)}") from None
             say([0], why)
@@ -335,9 +339,9 @@ class Hub:
     def _registers(self, one: "_Connection", message: _Message) -> bool:
         process, count, expected = message["process"], message["num_processes"], self._meeting.num_processes
         if count != expected:
-            why = f"{one.address} was started as one of {count} processes, process 0 as one of {expected}"
+            why = f"{one.address} was started as one of {count} processes, but process 0 as one of {expected}"
         elif process in self._own or not 0 < process < expected:
-            why = f"{one.address} reports that it is process {process}, and so does another process"
+            why = f"{one.address} and another process both report that they are process {process}"
         else:
             self._own[process] = one
             one.send(_AWAITED, [])  # shows the process that it has not reached another program's port

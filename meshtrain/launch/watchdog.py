@@ -30,7 +30,7 @@ _MEDIANS = 10
 _PATIENT_SECONDS = 1800.0
 _POLL_SECONDS = 1.0
 _LAST_SECONDS = 5.0  # how long the end of the block waits until the last heartbeat is sent
-_ADVICE = "start it again to resume from its last checkpoint"
+_ADVICE = "start the job again to resume from the last checkpoint"
 _ABSENT_SECONDS = 10.0  # between two checks: a longer time means that this process was stopped (SIGSTOP, suspend)
 _NUM_STEPS_REMEMBERED = 64
 _NO_SIGN = "0 none"  # placeholder before the first heartbeat; it starts with the step
@@ -90,7 +90,7 @@ class Watchdog:
         if isinstance(error, jax.errors.JaxRuntimeError) and self._num_processes > 1:
             # A collective failed because another process has died; a regular exit would wait for that process.
             leave_at_once(
-                EXIT_LOST_PEER, f"meshtrain: lost: a process is gone: {str(error).splitlines()[0]}; {_ADVICE}"
+                EXIT_LOST_PEER, f"meshtrain: lost: a process has ended: {str(error).splitlines()[0]}; {_ADVICE}"
             )
         if self._num_processes > 1:
             # A heartbeat queries JAX for this process's index. While Python exits, JAX would start its backend for it.

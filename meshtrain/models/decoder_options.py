@@ -52,7 +52,7 @@ class RopeOptions:
     )  # fmt: skip
     unrotated_every: int = option(
         0,
-        "every n-th layer has no rotary positions (4 in SmolLM 3); 0: all layers have them",
+        "every n-th layer has no rotary positions (4 in SmolLM 3); 0: all layers have rotary positions",
         minimum=0,
     )
 
@@ -96,7 +96,7 @@ class NormOptions:
     """The options of the norms in layers, and of the norms of queries and keys."""
 
     name: str = option("rmsnorm", "normalization", choices=("rmsnorm", "layernorm"))
-    epsilon: float = option(1e-5, "added to the variance", minimum=0.0)
+    epsilon: float = option(1e-5, "number added to the variance, for stability", minimum=0.0)
     centered_scales: bool = option(False, "norms multiply by 1 + scale, as in Gemma; scales start at 0")
     post: bool = option(False, "also normalize the outputs of attention and mlp, as in Gemma 2 and 3")
     pre: bool = option(
@@ -132,10 +132,10 @@ class MoeOptions:
         choices=ROUTERS,
     )
     router_groups: int = option(
-        1, "groups of experts; a token uses only groups whose two best experts score highest", minimum=1,
+        1, "number of groups of experts; a token uses only groups whose two best experts score highest", minimum=1,
     )  # fmt: skip
     groups_per_token: int = option(
-        1, "groups of experts that a token may use", minimum=1, only_for={"router_groups": Except(1)}
+        1, "number of groups whose experts a token may use", minimum=1, only_for={"router_groups": Except(1)}
     )
     dense_layers: int = option(
         0, "number of first layers with one mlp instead of experts, as in DeepSeek-V3", minimum=0
@@ -220,7 +220,10 @@ class DecoderOptions(TransformerShape):
         0, "tokens in the vocabulary, without padding; 0: the size of the data's tokenizer (bytes: 257)", minimum=0
     )
     vocab_multiple: int = option(
-        128, "the vocabulary is padded to a multiple of this; padding gets no probability", minimum=1, dim="vocab"
+        128,
+        "the vocabulary is padded to a multiple of this number; padding gets no probability",
+        minimum=1,
+        dim="vocab",
     )
     dropout_rate: float = option(
         0.0, "dropout probability, on embeddings and on the outputs of attention and mlp", minimum=0.0
@@ -252,12 +255,12 @@ class DecoderOptions(TransformerShape):
     )
     global_every: int = option(
         0,
-        "every n-th layer has no window (2 in Gemma 2, 6 in Gemma 3); 0: all layers have it",
+        "every n-th layer has no window (2 in Gemma 2, 6 in Gemma 3); 0: all layers have a window",
         minimum=0,
         only_for=_WINDOWED,
     )
     attention_scalar: int = option(
-        0, "attention scores are divided by its square root, as in Gemma 2 and 3; 0: the head dim's root",
+        0, "attention scores are divided by the square root of this number, as in Gemma 2 and 3; 0: of head_dim",
         minimum=0,
     )  # fmt: skip
     attention_cap: float = option(
@@ -270,7 +273,7 @@ class DecoderOptions(TransformerShape):
     )
     init_std: float = option(0.02, "standard deviation of initial weights", minimum=0.0)
     loss_chunk: int = option(
-        0, "tokens on a device whose logits the loss computes at a time; 0: logits of 512 MiB", minimum=0
+        0, "tokens per device whose logits the loss computes at a time; 0: tokens with logits of 512 MiB", minimum=0
     )
     attention: str = option(
         "auto",
@@ -278,7 +281,7 @@ class DecoderOptions(TransformerShape):
         "splash (TPU; both are interpreted elsewhere, slowly), auto",
         choices=("auto", "xla", "blockwise", "cudnn", "triton", "splash"),
     )
-    within_documents: bool = option(True, "tokens of a packed sequence attend to their own document only")
+    within_documents: bool = option(True, "tokens of a packed sequence attend only to their own document")
 
     @property
     def alternates(self) -> bool:

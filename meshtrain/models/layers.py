@@ -113,7 +113,7 @@ def factor_axes(axes: Names) -> tuple[Names, Names]:
     (('experts', 'adapter_expert_mlp', None), ('experts', None, 'expert_embed'))
     """
     dims, stack = matrix_dims(axes), axes[: num_stacked(axes)]
-    assert dims is not None, "only a matrix has an adapter"
+    assert dims is not None, "only matrices have adapters"
 
     def of_factor(part: tuple[int, ...]) -> Names:
         *others, last = (axes[dim] for dim in part)

@@ -224,7 +224,7 @@ def problems(options: LoraOptions, params: Params, axes: NamesTree) -> list[Prob
     problem = Problem(
         TARGETS,
         got=f"'{options.targets}'",
-        allowed=f"a regular expression found in paths of {', '.join(targets)}, '' for all",
+        allowed=f"a regular expression that matches a part of one of the paths {', '.join(targets)}; '' for all",
         nearest=f"'{fix}'",
     )
     if errors := trainable.pattern_errors(options.targets):
@@ -232,7 +232,11 @@ def problems(options: LoraOptions, params: Params, axes: NamesTree) -> list[Prob
     matched = [path for path in names if re.search(options.targets, path)]
     tables = [path for path in matched if matrix_dims(names[path]) is not None and path not in targets]
     if options.targets and tables:
-        return [problem.with_parts(got=f"'{options.targets}', which matches {tables[0]}, no matrix of a layer")]
+        return [
+            problem.with_parts(
+                got=f"'{options.targets}', which matches {tables[0]}, but this is not a matrix of a layer"
+            )
+        ]
     chosen = [path for path in targets if path in matched]
     if not chosen:
         return [problem.with_parts(got=f"'{options.targets}', which matches no matrix of a layer")]
@@ -252,6 +256,6 @@ def problems(options: LoraOptions, params: Params, axes: NamesTree) -> list[Prob
         )
     if not options.alpha:
         problems.append(
-            Problem("lora.alpha", got="0.0, with which adapters add nothing", allowed="above 0", nearest="16.0")
+            Problem("lora.alpha", got="0.0, which disables the adapters", allowed="above 0", nearest="16.0")
         )
     return problems

@@ -81,7 +81,7 @@ def of_transformer(options: TransformerShape, computes_in: str, mesh_shape: Mapp
             Problem(
                 "model.embed_dim",
                 got=options.embed_dim,
-                allowed=f"a multiple of model.num_heads = {heads}, or a model.head_dim of its own",
+                allowed=f"a multiple of model.num_heads = {heads}, or a separate model.head_dim",
                 nearest=nearest_multiple(options.embed_dim, step),
                 depends_on=["model.num_heads", "model.head_dim"],
             )
@@ -104,7 +104,7 @@ def of_transformer(options: TransformerShape, computes_in: str, mesh_shape: Mapp
             Problem(
                 "model.vocab_size",
                 got=options.vocab_size,
-                allowed=f"at most {most}, a multiple of model.vocab_multiple, as ids of padding are int32 too",
+                allowed=f"at most {most}, a multiple of model.vocab_multiple, because ids of padding are also int32",
                 nearest=most,
                 depends_on=["model.vocab_multiple"],
             )
@@ -141,14 +141,17 @@ def _of_latent(options: DecoderOptions) -> list[Problem]:
         )
     biases = dict.fromkeys(("biases", "qkv_biases", "attention_biases"), False)
     fits = {"num_kv_heads": options.num_heads, "positions": "rotary", "norm.qk": False, **biases}
-    of_heads, of_biases = "each query head has keys of its own, made of the latent", "projections of latents have none"
+    of_heads, of_biases = (
+        "each query head has separate keys, computed from the latent",
+        "projections of latents have no biases",
+    )
     for name, allowed in fits.items():
         if (got := operator.attrgetter(name)(options)) != allowed:
             problems.append(
                 Problem(
                     f"model.{name}",
                     got=f"{got} {with_latent}",
-                    allowed=f"{allowed}, as {of_biases if name in biases else of_heads}",
+                    allowed=f"{allowed}, because {of_biases if name in biases else of_heads}",
                     nearest=f"model.{name}={allowed}",
                     depends_on=["model.latent.dim"],
                 )
@@ -177,7 +180,8 @@ def _of_groups(moe: MoeOptions) -> list[Problem]:
                 "model.moe.groups_per_token",
                 got=kept,
                 allowed=(
-                    f"{least} to {groups}, model.moe.router_groups, so that they have {moe.experts_per_token} experts"
+                    f"{least} to {groups}, at most model.moe.router_groups, with at least "
+                    f"{moe.experts_per_token} experts in total"
                 ),
                 nearest=min(max(kept, least), groups),
                 depends_on=["model.moe.router_groups", "model.moe.experts_per_token", "model.moe.num_experts"],
@@ -218,7 +222,7 @@ def _of_experts(options: DecoderOptions, in_fp8: bool) -> list[Problem]:
             Problem(
                 "model.activation",
                 got=f"{options.activation} with {with_experts}",
-                allowed=f"{', '.join(GATES)}, as mlps of experts are gated",
+                allowed=f"{', '.join(GATES)}, because mlps of experts are gated",
                 nearest="model.activation=swiglu",
                 depends_on=["model.moe.num_experts"],
             )
@@ -227,9 +231,9 @@ def _of_experts(options: DecoderOptions, in_fp8: bool) -> list[Problem]:
         problems.append(
             Problem(
                 "model.biases",
-                got=f"True with {with_experts}, which have none",
+                got=f"True with {with_experts}, which do not support it",
                 allowed="False",
-                nearest="model.biases=False, and model.qkv_biases=True for those of attention",
+                nearest="model.biases=False; model.qkv_biases=True adds biases in attention",
                 depends_on=["model.moe.num_experts"],
             )
         )
@@ -237,7 +241,7 @@ def _of_experts(options: DecoderOptions, in_fp8: bool) -> list[Problem]:
         problems.append(
             Problem(
                 "precision.policy",
-                got=f"fp8 with {with_experts}, whose products have no 8-bit form",
+                got=f"fp8 with {with_experts}, whose products are not available in 8 bits",
                 allowed="float32, bfloat16, float16",
                 nearest="precision.policy=bfloat16",
                 depends_on=["model.moe.num_experts"],

@@ -41,7 +41,8 @@ class RematOptions:
 
     policy: str = option(
         "none",
-        "what the backward pass recomputes in a layer: none, full (all but its input), save_attention (all but input "
+        "activations that the backward pass recomputes in a layer: none, full (all but its input), save_attention "
+        "(all but input "
         "and attention), selective (norms, activation functions, softmax: no product with weights), dots (all but "
         "matmuls with weights), offload (as full, with the input in host memory)",
         choices=("none", "full", "save_attention", "selective", "dots", "offload"),
@@ -169,7 +170,7 @@ def check(
         problems.append(
             Problem(
                 "remat.policy",
-                got=f"offload with mesh.pipeline = {num_stages}, whose rows pass residuals on in device memory",
+                got=f"offload with mesh.pipeline = {num_stages}, where clock ticks pass residuals in device memory",
                 allowed="none, full, save_attention, selective, dots",
                 nearest="full",
                 depends_on=["mesh.pipeline"],

@@ -243,7 +243,7 @@ class Task:
     @property
     def parameters_text(self) -> str:
         """The number of parameters as text, and the number of active parameters if it is smaller."""
-        active = f", {self.num_active_parameters:,} of them active" if self.num_active_parameters else ""
+        active = f", of which {self.num_active_parameters:,} are active" if self.num_active_parameters else ""
         return f"{self.num_parameters:,} parameters{active}"
 
     @property
@@ -325,7 +325,7 @@ def check_loss(loss: Callable[..., Tree], unit: str, where: str = "Task.loss") -
                 Problem(
                     where,
                     got=f"the metric {taken[0]!r}",
-                    allowed="texts other than eval_... and the columns that each row has, such as loss or step_seconds",
+                    allowed="strings other than eval_... and the columns of every row, such as loss or step_seconds",
                     nearest=f"own_{taken[0]}",
                 )
             )
@@ -358,7 +358,7 @@ def stack_problems(num_layers: int, params: Params, axes: NamesTree) -> list[Pro
             Problem(
                 "Task.stages",
                 got=f"parameters with the keys {keys}",
-                allowed=f"the layers' below '{LAYERS}'",
+                allowed=f"the parameters of the layers under the key '{LAYERS}'",
                 nearest=f"{{'{LAYERS}': ..., ...}}",
             )
         ]
@@ -367,7 +367,7 @@ def stack_problems(num_layers: int, params: Params, axes: NamesTree) -> list[Pro
     return [
         Problem(
             "Task.stages",
-            got=f"{LAYERS}/{path} of shape {leaf.shape} with axes {names[path]}, and num_layers = {num_layers}",
+            got=f"{LAYERS}/{path} of shape {leaf.shape} with axes {names[path]}, but num_layers = {num_layers}",
             allowed=f"{num_layers} as the first dim and '{LAYERS}' as its axis",
             nearest=f"{(num_layers, *leaf.shape[1:])} with axes {(LAYERS, *names[path][1:])}",
         )
@@ -394,9 +394,9 @@ def refuse_weights(params: Params, trained: Params) -> None:
             problems.append(
                 Problem(
                     "parameters",
-                    got=f"{other} and {path}, one name in a checkpoint",
+                    got=f"{other} and {path}, which have the same name in a checkpoint",
                     allowed="keys that differ without '.' and '/'",
-                    nearest="'_' in their place",
+                    nearest="'_' instead of them",
                 )
             )
         taken[name] = path
@@ -404,7 +404,7 @@ def refuse_weights(params: Params, trained: Params) -> None:
             problems.append(
                 Problem(
                     "parameters",
-                    got=f"{path} of shape {leaf.shape}, without any number",
+                    got=f"{path} of shape {leaf.shape}, without elements",
                     allowed="dims of at least 1",
                     nearest="leave it out",
                 )
@@ -415,7 +415,7 @@ def refuse_weights(params: Params, trained: Params) -> None:
                 Problem(
                     "parameters",
                     got=f"{path} of {leaf.dtype}, which has no gradient",
-                    allowed="floats, or weights that optimizer.trainable leaves out",
+                    allowed="floats, or weights that optimizer.trainable freezes",
                     nearest="float32",
                     depends_on=["optimizer.trainable"],
                 )
@@ -440,7 +440,7 @@ def check_after_update(after_update: AfterUpdate) -> AfterUpdate:
             Problem(
                 "Task.after_update",
                 got=f"{has} for {path}",
-                allowed=f"the parameters that it gets, with {gets} there",
+                allowed=f"the structure of its argument, with {gets} there",
                 nearest="return {**params, ...}",
             )
         )
@@ -525,7 +525,7 @@ def entries(task: Task, batch_size: int) -> dict[str, Entry]:
     given: Tree = task.batch
     for name, leaf in given.items():
         if not (isinstance(name, str) and _is_shaped(leaf)):
-            allowed = "texts as keys, and values with a shape and a dtype: Entry or jax.ShapeDtypeStruct"
+            allowed = "strings as keys, and values with a shape and a dtype: Entry or jax.ShapeDtypeStruct"
             fix = f"{{'x': Entry(({batch_size},), jnp.float32, ('batch',))}}"
             problems.append(Problem("Task.batch", got=f"{{{name!r}: {leaf!r}}}", allowed=allowed, nearest=fix))
             continue
@@ -545,12 +545,10 @@ def entries(task: Task, batch_size: int) -> dict[str, Entry]:
                 )
             )
         if name == SEQUENCE_INDEX:
-            got = "the name of the entry that the step adds"
-            problems.append(Problem(f"Task.batch['{name}']", got=got, allowed="any other", nearest=f"'{name}s'"))
+            got = "a name that the step uses for its own entry"
+            problems.append(Problem(f"Task.batch['{name}']", got=got, allowed="any other name", nearest=f"'{name}s'"))
     if not task.unit.isidentifier():
-        problems.append(
-            Problem("Task.unit", got=f"'{task.unit}'", allowed="a word that names a value", nearest="images")
-        )
+        problems.append(Problem("Task.unit", got=f"'{task.unit}'", allowed="an identifier", nearest="images"))
     if not given:
         problems.append(Problem("Task.batch", got="no entry", allowed="at least one", nearest="token_batch(B, T)"))
     refuse(problems)

@@ -86,7 +86,8 @@ class Slow:
         """Returns the warning about this process for the terminal."""
         lost = "; ".join(f"{seconds:.3g} s a step on {CAUSES[cause]}" for cause, seconds in self.lost_seconds.items())
         return (
-            f"meshtrain: WARNING: process {self.process} is slow: compared with the median of the others it loses "
+            f"meshtrain: WARNING: process {self.process} is slow: compared with the median of the other processes, it "
+            "loses "
             f"{lost}"
         )
 

@@ -116,7 +116,7 @@ class Profiler:
         except (OSError, RuntimeError) as error:
             self._give_up(error)
         else:
-            print(f"meshtrain: a trace is in {self.directory} (xprof --logdir={self.directory})", file=sys.stderr)
+            print(f"meshtrain: trace written to {self.directory} (xprof --logdir={self.directory})", file=sys.stderr)
 
     def _start(self) -> None:
         try:

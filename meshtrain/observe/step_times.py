@@ -129,7 +129,7 @@ class StepClock:
 
         A step in flight would run during the block, and its time could not be measured.
         """
-        assert not self._in_flight, "drain the clock before pausing it"
+        assert not self._in_flight, "call drain before pause"
         start_seconds, waited_seconds = self._now(), self._waited_seconds
         free_since_seconds = self._free_since_seconds
         try:

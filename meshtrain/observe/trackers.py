@@ -168,7 +168,7 @@ class MetricsFile:
             self.lost = self.lost or (
                 Problem(
                     self.path,
-                    got=f"{what} in place of the run's rows",
+                    got=f"{what} instead of the run's rows",
                     allowed="the run's own file until the end",
                 )
             )
@@ -187,7 +187,7 @@ class MetricsFile:
                 raise
         except OSError as error:
             self._has_warned = _warn_once(
-                self._has_warned, f"{self.path}: {error}; training continues, rows are missing"
+                self._has_warned, f"{self.path}: {error}; training continues, but rows are missing"
             )
 
     def close(self) -> None:
@@ -291,7 +291,7 @@ class Guarded:
         try:
             action()
         except (Exception, SystemExit) as error:  # noqa: BLE001  a service or user code may raise anything
-            line = f"{self._name}: {type(error).__name__}: {error}; training continues, rows are missing there"
+            line = f"{self._name}: {type(error).__name__}: {error}; training continues, but this tracker misses rows"
             self._has_warned = _warn_once(self._has_warned, line)
 
 
@@ -313,7 +313,7 @@ def _user_tracker(options: ObserveOptions, directory: pathlib.Path, resume_step:
         [options, directory, resume_step],
         takes="options, a folder and a step",
         gives="an object with write(step, values) and close()",
-        fix="fix it there, or none",
+        fix="correct the function, or use none",
     )
     missing = [name for name in ("write", "close") if not callable(getattr(given, name, None))]
     if missing:
@@ -431,7 +431,9 @@ def check(directory: str | os.PathLike[str]) -> list[Problem]:
     is_torn = len(lines) == 1 and b'{"step": '.startswith(lines[0][:9])
     if not lines or is_torn or any(row_of(line) for line in lines):
         return []
-    return [Problem(path, got="no row of metrics", allowed="the file as the run wrote it", nearest="another --workdir")]
+    return [
+        Problem(path, got="no row of metrics", allowed="the unchanged file of the run", nearest="another --workdir")
+    ]
 
 
 def metrics_of_evaluation(directory: str | os.PathLike[str], step: int) -> dict[str, float | None]:

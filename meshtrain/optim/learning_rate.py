@@ -68,7 +68,7 @@ def check(options: LearningRateOptions) -> list[Problem]:
     Minima and choices are checked before (`options.problems`).
     """
     lines = [
-        Problem(f"learning_rate.{name}", got=getattr(options, name), allowed="0 to 1, a share", nearest="1.0")
+        Problem(f"learning_rate.{name}", got=getattr(options, name), allowed="a share from 0 to 1", nearest="1.0")
         for name in ("final_fraction", "stable_fraction")
         if getattr(options, name) > 1
     ]
@@ -210,12 +210,14 @@ def _user_schedule(options: LearningRateOptions) -> Share:
     Raises:
       UserError: the function is invalid, or its result is not a scalar.
     """
-    wanted = "a function of the number of updates, an int32 scalar of JAX, to a share of the peak"
-    share = call_user_function(KEY, options.name, NAMES, [options], takes="options", gives=wanted, fix="fix it there")
-    fix = "jnp.where, jnp.minimum and their like in place of `if`"
+    wanted = "a function that maps the number of updates (a JAX int32 scalar) to a share of the peak"
+    share = call_user_function(
+        KEY, options.name, NAMES, [options], takes="options", gives=wanted, fix="correct the function"
+    )
+    fix = "jnp.where or jnp.minimum instead of `if`"
     with wrap_user_errors(Problem(KEY, got=f"'{options.name}', whose result", allowed=wanted, nearest=fix)):
         got = jax.eval_shape(lambda count: jnp.asarray(share(count)), jax.ShapeDtypeStruct((), jnp.int32))
     if got.shape:
-        given = f"'{options.name}', which gives {list(got.shape)} numbers"
-        raise UserError(Problem(KEY, got=given, allowed=wanted, nearest="one"))
+        given = f"'{options.name}', which returns an array of shape {list(got.shape)}"
+        raise UserError(Problem(KEY, got=given, allowed=wanted, nearest="a scalar"))
     return lambda count: jnp.asarray(share(count + options.warmup_steps), jnp.float32)

@@ -75,13 +75,13 @@ def problems(
         for dim in _between(shape, names, block, parts):
             below = (2**power for power in range(12, 4, -1) if 2**power < block)  # the legal blocks, the largest first
             smaller = next((size for size in below if not _between(shape, names, size, parts)), 0)
-            allowed = f"at most {smaller}" if smaller else "none, as the matrix is too small"
+            allowed = f"at most {smaller}" if smaller else "none, because the matrix is too small"
             fix = f"optimizer.moment_block={smaller}" if smaller else "optimizer.moments=bfloat16"
             axes_of_dim = column[names[dim]] if names[dim] in column else ()
             split = f"the mesh splits '{names[dim]}' of {path}, shape {shape}, into {parts[dim]} parts"
             problem = Problem(
                 "optimizer.moment_block",
-                got=f"{block}, and {split}, which is no divisor of its number of blocks",
+                got=f"{block}, but {split}, which do not divide its blocks evenly",
                 allowed=allowed,
                 nearest=fix,
                 depends_on=[f"mesh.{axis}" for axis in axes_of_dim],
@@ -154,7 +154,7 @@ def store_moments(
         return StoredMoments(count, kept, jax.tree.map(lambda of: jnp.zeros(of.shape, of.dtype), like.scales))
 
     def update(gradients: Arrays, state: StoredMoments, params: Arrays = None) -> tuple[Arrays, StoredMoments]:
-        assert params is not None, "which arrays are moments follows from the parameters: pass them to update"
+        assert params is not None, "the parameters determine which arrays are moments: pass them to update"
         updates, after = inner.update(gradients, _unpack(state), params)
         return updates, packed(after, params, optax.safe_increment(state.num_updates))
 

@@ -268,7 +268,7 @@ def _user_optimizer(options: OptimizerOptions, rates: Schedule, axes: NamesTree)
       UserError: the function fails, or does not return an optax transformation.
     """
     takes, wanted = "options, learning rates and logical axes", "an optax.GradientTransformation"
-    fix = "fix it there"
+    fix = "correct the function"
     given = call_user_function(KEY, options.name, NAMES, [options, rates, axes], takes=takes, gives=wanted, fix=fix)
     if not isinstance(given, optax.GradientTransformation):
         raise UserError(
@@ -297,8 +297,10 @@ def _user_optimizer(options: OptimizerOptions, rates: Schedule, axes: NamesTree)
                 Problem(
                     KEY,
                     got=f"'{options.name}', whose update returns {wrong}",
-                    allowed="updates like the weights and a state like that of init, in shapes and dtypes",
-                    nearest="fix it there",
+                    allowed=(
+                        "updates with the structure, shapes and dtypes of the weights, and a state with those from init"
+                    ),
+                    nearest="correct the function",
                 )
             )
         return as_data(given.init(params))
@@ -332,14 +334,14 @@ def storage_problems(options: OptimizerOptions, num_layers: int, shape: tuple[in
         Problem(
             KEY,
             got=(
-                f"'{options.name}', and {num_layers} layers that this pipeline stores as {list(shape)}, in chunks or "
-                "with empty places"
+                f"'{options.name}', but this pipeline stores {num_layers} layers as {list(shape)}, in chunks "
+                "or with padding layers"
             ),
             allowed=(
-                f"layers that are stored as [{num_layers}], or an optimizer that changes each number of a weight by "
-                f"that number's own gradient and state, with {mark}"
+                f"layers that are stored as [{num_layers}], or an elementwise optimizer (each element depends "
+                f"only on its own gradient and state) with {mark}"
             ),
-            nearest=f"{mark} if it is one, else pipeline.num_chunks=1 with stages that divide the layers",
+            nearest=f"{mark} if it is elementwise, else pipeline.num_chunks=1 with stages that divide the layers",
         )
     ]
 
@@ -352,5 +354,5 @@ def _unlike(tree: Arrays, like: Arrays) -> str:
     for path in others | arrays:
         got, wanted = (found[path] if path in found else "nothing" for found in (arrays, others))
         if got != wanted:
-            return f"{got} for {path}, which is {wanted}"
+            return f"{got} for {path} instead of {wanted}"
     return ""

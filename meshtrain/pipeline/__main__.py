@@ -33,7 +33,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--transfer", default="0", help="duration of a transfer to the next stage (default 0)")
     parser.add_argument(
-        "--in-step", action="store_true", help="draw stages that run in lock step, row by row, instead of freely"
+        "--in-step",
+        action="store_true",
+        help="draw stages that run in lock step, one clock tick after another, instead of freely",
     )
     parser.add_argument("--columns", type=int, default=120, help="longest line of the text chart (default 120)")
     parser.add_argument("--out", metavar="FILE.png", help="also draw the chart into this file")

@@ -81,7 +81,7 @@ def _without_layers(key: str, num_layers: int, num_stages: int, num_chunks: int)
         Problem(
             key,
             got=(
-                f"{num_layers}, with which a {'chunk' if num_chunks > 1 else 'stage'} of mesh.pipeline {num_stages} x "
+                f"{num_layers}, so that a {'chunk' if num_chunks > 1 else 'stage'} of mesh.pipeline {num_stages} x "
                 f"pipeline.num_chunks {num_chunks} has no layer"
             ),
             allowed=f"at least {least}",
@@ -113,7 +113,7 @@ def _incomplete(schedule: Schedule) -> list[Problem]:
             times = seen.pop(action, 0)
             if times != 1:
                 what = describe(action, chunks)
-                often = f"stands {times} times" if times else "is missing"
+                often = f"occurs {times} times" if times else "is missing"
                 return [
                     Problem(
                         KEY,
@@ -126,7 +126,7 @@ def _incomplete(schedule: Schedule) -> list[Problem]:
             return [
                 Problem(
                     KEY,
-                    got=f"'{schedule.name}', where {describe(extra, 2)} stands on stage {stage}",
+                    got=f"'{schedule.name}', where {describe(extra, 2)} occurs on stage {stage}",
                     allowed=f"microbatches 0 to {microbatches - 1}, chunks 0 to {chunks - 1}",
                     nearest="leave it out",
                 )
@@ -149,11 +149,11 @@ def _dependency_problem(schedule: Schedule) -> list[Problem]:
             for needed in dependencies(action, stage, stages, chunks) if action else []:
                 if row_of[needed] >= row:
                     where = f"{describe(action, chunks)} in row {row} on stage {stage}"
-                    source = f"{describe(needed[1], chunks)} of stage {needed[0]}, which stands in row {row_of[needed]}"
+                    source = f"{describe(needed[1], chunks)} of stage {needed[0]}, which is in row {row_of[needed]}"
                     problem = Problem(
                         KEY,
                         got=f"'{schedule.name}', where {where} needs {source}",
-                        allowed="what is needed in an earlier row",
+                        allowed="needed actions in earlier rows",
                         nearest=f"a row after {row_of[needed]}",
                     )
                     deadlock = _deadlock(schedule)
@@ -170,8 +170,8 @@ def _mixed_row_problem(schedule: Schedule) -> list[Problem]:
                 Problem(
                     KEY,
                     got=f"'{schedule.name}', which mixes {' and '.join(cells.values())} in row {index}",
-                    allowed="rows of one kind, as all stages move in step and would wait for the slower",
-                    nearest="a row for each",
+                    allowed="rows of one kind, because all stages advance together and would wait for the slower kind",
+                    nearest="a separate row for each kind",
                 )
             ]
     return []

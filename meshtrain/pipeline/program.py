@@ -291,7 +291,9 @@ def _assign_slots(
                 tables["receive_cotangent_slot"][row, place] = cotangents[place].take(arrived)
         if embedded[row + 1] >= 0:
             tables["embed_slot"][row, 0] = inputs[0].take(Action("F", embedded[row + 1]))
-    assert not any(slots.of for of_stages in buffers.values() for slots in of_stages), "after the last row all are free"
+    assert not any(slots.of for of_stages in buffers.values() for slots in of_stages), (
+        "all slots are free after the last row"
+    )
     return {name: max(slots.size for slots in of_stages) for name, of_stages in buffers.items()}
 
 

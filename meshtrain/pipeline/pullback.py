@@ -60,8 +60,8 @@ class SplitLayer:
             raise UserError(
                 Problem(
                     "stages.repeated",
-                    got="residuals in host memory in a pipeline",
-                    allowed="jax.checkpoint policies that save on the device or not at all",
+                    got="saved activations in host memory with a pipeline",
+                    allowed="jax.checkpoint policies that save on the device or recompute",
                     nearest="nothing_saveable",
                 )
             )

@@ -321,7 +321,7 @@ def build(name: str, *, num_stages: int, num_microbatches: int, num_chunks: int 
             Problem(
                 "pipeline",
                 got=f"{num_stages} stages x {num_microbatches} microbatches x {num_chunks} chunks = {size}",
-                allowed=f"a table of at most {MAX_SIZE}",
+                allowed=f"at most {MAX_SIZE}",
                 nearest=f"{fix} microbatches",
             )
         )
@@ -348,8 +348,8 @@ def _user_rows(name: str, num_stages: int, num_microbatches: int, num_chunks: in
         NAMES,
         [num_stages, num_microbatches, num_chunks],
         takes="three numbers",
-        gives="rows for them",
-        fix="fix it there, or other numbers",
+        gives="a list of rows",
+        fix="correct the function, or use other numbers",
         call=f" for {num_stages} stages, {num_microbatches} microbatches and {num_chunks} chunks",
     )
     if wrong := _no_rows(given, num_stages):

@@ -91,7 +91,7 @@ def num_units(stages: Stages, num_stages: int, num_chunks: int) -> int:
             Problem(
                 "stages.num_together",
                 got=together,
-                allowed=f"a divisor of the {in_chunk} layers of a chunk and of all {stages.num_layers}",
+                allowed=f"a divisor of the {in_chunk} layers of a chunk and of all {stages.num_layers} layers",
                 nearest=nearest_divisor(common, together),
             )
         )
@@ -159,8 +159,8 @@ def run_layers(
             Problem(
                 "stages.repeated",
                 got=f"activations {_text(y)}",
-                allowed=f"those of its input, {_text(x)}",
-                nearest="the same tree, shapes and dtypes",
+                allowed=f"activations like its input, {_text(x)}",
+                nearest="the same structure, shapes and dtypes",
             )
         )
     if not (sums is None or _are_sums(sums)):

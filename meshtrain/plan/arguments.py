@@ -22,10 +22,10 @@ def parser() -> argparse.ArgumentParser:
     """Returns a parser of the arguments that only `plan` accepts; each value is a string, empty if not given."""
     extra = argparse.ArgumentParser(
         prog="python -m meshtrain plan",
-        description="Compiles the train step for a cluster that need not exist; reports memory, traffic and time.",
+        description="Compiles the train step for a cluster, which need not exist; reports memory, traffic and time.",
         add_help=False,
     )
-    whole = f"{MOST_WHOLE} if compiled whole"
+    whole = f"{MOST_WHOLE} if compiled completely"
 
     def add(name: str, metavar: str, text: str) -> None:
         extra.add_argument(f"--{name}", metavar=metavar, default="", help=text)
@@ -34,7 +34,7 @@ def parser() -> argparse.ArgumentParser:
     add("json", "FILE", "also write the report for programs")
     add("html", "FILE", "also write the report as one page with charts")
     add("calibrate", "FILE", "metrics.jsonl of a measured run, or its seconds a step; scales modelled times")
-    add("links", "FILE", "latency and bandwidth measured by bench-collectives (--json) on such a cluster")
+    add("links", "FILE", "latency and bandwidth measured by bench-collectives (--json) on a similar cluster")
     ways = "rank meshes, schedules, ... instead; mesh: only meshes"
     extra.add_argument("--search", nargs="?", const="all", default="", choices=("all", "mesh"), help=ways)
     add("search-compiles", "N", f"compile at most N candidates for --search ({ranking.COMPILED})")
@@ -58,7 +58,7 @@ def problems(given: argparse.Namespace) -> list[Problem]:
         problems.append(
             Problem(
                 "--links",
-                got=f"'{given.links}' for {given.cluster}, whose time is not modelled",
+                got=f"'{given.links}' for {given.cluster}, for which no times are modelled",
                 allowed="a cluster of GPUs or TPUs",
                 nearest="leave it out",
             )
@@ -69,7 +69,7 @@ def problems(given: argparse.Namespace) -> list[Problem]:
         problems.append(
             Problem(
                 "--calibrate",
-                got="it together with --search, which ranks by the bare model",
+                got="both --calibrate and --search, which ranks by uncalibrated times",
                 allowed="one of them",
                 nearest="leave it out",
             )
@@ -128,7 +128,7 @@ def scaling_problems(given: argparse.Namespace) -> list[Problem]:
     for name in ("search", "calibrate"):
         if getattr(given, name):
             problems.append(
-                Problem(f"--{name}", got="it together with --scaling", allowed="one of them", nearest="leave it out")
+                Problem(f"--{name}", got=f"both --{name} and --scaling", allowed="one of them", nearest="leave it out")
             )
     return problems + count_problems("--programs", given.programs, MOST_PROGRAMS)
 

@@ -34,7 +34,7 @@ ADDED = 0.02  # share of the traced FLOPs
 MUCH_IDLE = 0.15  # share of a pipeline's clock ticks
 BACKWARD_SHARE = 2 / 3  # of a microbatch's time: the share of its backward pass
 BUDGET = re.compile(r"Can't reduce memory use below ([\d.]+\w+).*?only reduced to ([\d.]+\w+)")
-APART = "model.within_documents=false, if neighbouring documents may see each other"
+APART = "model.within_documents=false, if tokens may attend to neighbouring documents"
 SPLASH = "precision.policy=bfloat16, heads of 64, 128 or 256, a sequence_length that is a multiple of 128"
 
 
@@ -75,7 +75,7 @@ def findings(plan: Plan) -> list[Finding]:
     if (idle := idle_share(assembly)) > MUCH_IDLE:
         results.append(
             Finding(
-                f"the pipeline is idle in {idle:.0%} of its rows",
+                f"the pipeline is idle in {idle:.0%} of its clock ticks",
                 "more pipeline.num_microbatches, or interleaved_1f1b with more pipeline.num_chunks",
             )
         )
@@ -93,7 +93,7 @@ def _memory(plan: Plan) -> list[Finding]:
     if stats and device and cluster.platform == "cuda" and memory.fits is not False:
         default = DEFAULT_MEMORY_FRACTION * device
         if stats.peak_bytes + memory.uncertainty_bytes > default:
-            taken = f"by default JAX uses {format_bytes(int(default))} of the GPU's memory, and the step needs more"
+            taken = f"by default JAX uses {format_bytes(int(default))} of the GPU's memory, but the step needs more"
             setting = f"{FRACTION_VARIABLE}={POOL_FRACTION}"
             results.append(Finding(taken, f"{setting}, which train sets if it is not set"))
     return results
@@ -131,7 +131,7 @@ def _messages(messages: Sequence[str], remat: str) -> list[Finding]:
         if "nvoluntary full rematerialization" in line:
             results["rematerialization"] = Finding(
                 "the partitioner gathers a complete array to split it differently (involuntary full rematerialization)",
-                "constrain the activation there, or change the rule that splits it",
+                "add a sharding constraint for the activation, or change the rule that splits it",
             )
         if budget := BUDGET.search(line):
             results["budget"] = Finding(
@@ -155,9 +155,9 @@ def _traffic(axis: str, bound: float, rows: Sequence[Traffic]) -> list[Finding]:
     if sent > FAR_ABOVE_MINIMUM * bound and sent - bound > MATTERS_BYTES:
         most = max(mine, key=lambda row: row.wire_bytes)
         where = ", ".join((most.kind, *most.sources[:1]))
-        times = f"{sent / bound:.2f} times the minimum" if bound else "though the minimum is 0"
+        times = f"{sent / bound:.2f} times the minimum" if bound else "although the minimum is 0"
         what = f"{axis} sends {format_bytes(int(sent))}, {times} (mostly {where})"
-        results.append(Finding(what, "look at the constraint in that line"))
+        results.append(Finding(what, "look at the sharding constraint in that line"))
     if axis in (CONTEXT, EXPERT):
         return results  # matrix products depend on an exchange before and after it, so larger microbatches do not help
     hidden = sum(row.wire_bytes * row.overlapped_fraction for row in mine)
@@ -183,7 +183,9 @@ def _experts(plan: Plan) -> list[Finding]:
     chosen = _kernel(plan, EXPERTS)
     if chosen is None or chosen.by != LOOP:
         return []
-    change = "model.moe.expert_dim / mesh.tensor and model.embed_dim that are such multiples, or more microbatches"
+    change = (
+        "model.moe.expert_dim / mesh.tensor and model.embed_dim that are multiples of this number, or more microbatches"
+    )
     return [Finding(f"products of experts run in a loop in plain JAX, slower than a kernel: {chosen.why}", change)]
 
 
@@ -223,10 +225,15 @@ def fewer_microbatches(parts: int, activations_bytes: int, free_bytes: int) -> F
 def _attention(plan: Plan) -> list[Finding]:
     length, by, platform = plan.compiled.assembly.config.sequence_length, plan.compiled.attention, plan.cluster.platform
     if by == "cudnn" and platform == "cuda":
-        unseen = "attention is cuDNN's kernel, compiled without cuDNN: its workspace is not in these numbers"
+        unseen = (
+            "attention is cuDNN's kernel, which was compiled without cuDNN: its workspace is not included in "
+            "these numbers"
+        )
         return [Finding(unseen, "leave some memory to spare")]
     if by == "splash" and platform != "tpu":
-        return [Finding("attention is a TPU kernel, which is interpreted here, slowly", "model.attention=auto")]
+        return [
+            Finding("attention is a TPU kernel, which is interpreted on this platform, slowly", "model.attention=auto")
+        ]
     chosen = _kernel(plan, ATTENTION)
     if chosen is None:
         return []  # other tasks have no options of attention to advise on
@@ -234,7 +241,7 @@ def _attention(plan: Plan) -> list[Finding]:
         keeps = f"attention stores {length} x {length} numbers for each head"
         return [Finding(f"{keeps}: {chosen.why}", "model.attention=auto")]
     if by == "triton":
-        slower = f"attention is a kernel that was half as fast on an H100 as cuDNN's: {chosen.why}"
+        slower = f"attention is a kernel that was half as fast as cuDNN's on an H100: {chosen.why}"
         apart = plan.compiled.assembly.task.attends_within_segments
         return [Finding(slower, APART if apart else "heads of at most 128")]
     if by != "blockwise":

@@ -217,7 +217,7 @@ def _schedule(folder: Path, lowered: jax.stages.Lowered) -> tuple[SimpleNamespac
         for file in folder.glob("*_after_optimizations.hlo.pb"):
             with contextlib.suppress(DecodeError, KeyError):
                 return compiled_stand_in(file.read_bytes()), {}
-    raise TimeoutError("the compiler ended before its program was seen")
+    raise TimeoutError("the compiler ended before its program could be read")
 
 
 def compiled_stand_in(dump: bytes) -> SimpleNamespace:

@@ -15,7 +15,7 @@ from meshtrain.plan.timing.streams import Sending, Timing, link_lines
 from meshtrain.sharding.mesh import describe
 from meshtrain.sharding.rules import CONTEXT, DATA, PIPELINE, TENSOR
 
-VERDICTS = {True: "fits", False: "DOES NOT FIT", None: "may fit, too close to say"}
+VERDICTS = {True: "fits", False: "DOES NOT FIT", None: "may fit, too close to decide"}
 UNKNOWN = "not known"
 
 
@@ -29,9 +29,9 @@ def verdict(plan: Plan) -> str:
     """Returns a line of text that states whether the step fits its device, with the margin."""
     memory = plan.memory
     if memory.capacity_bytes is None:
-        return "whether it fits is not known: this device's memory is not known"
+        return "it is not known whether it fits, because this device's memory size is not known"
     if memory.margin_bytes is None:
-        return f"{VERDICTS[memory.fits]}: the compiler gave up for lack of memory"
+        return f"{VERDICTS[memory.fits]}: the compiler gave up because of too little memory"
     side = "to spare" if memory.margin_bytes >= 0 else "too much"
     doubt = f", give or take {_bytes(memory.uncertainty_bytes)}" if memory.uncertainty_bytes else ""
     return f"{VERDICTS[memory.fits]}: {_bytes(abs(memory.margin_bytes))} {side}{doubt}"
@@ -120,15 +120,15 @@ def _communication(plan: Plan) -> str:
     parts = [table, align(bounds, ("axis", "on the wire", "minimum", "ratio"), "<>>")]
     if working := working_ratios(plan):
         parts.append(
-            "sent in working rows / minimum: "
+            "sent in working clock ticks / minimum: "
             + ", ".join(f"{axis} {ratio:.3f}" for axis, ratio in working.items())
-            + "\nidle rows send "
+            + "\nidle clock ticks send "
             + ", ".join(
                 f"{idle / sent_along(plan, axis):.1%} of {axis}'s bytes" for axis, idle in plan.idle_bytes.items()
             )
         )
     if layers := plan.layer_gradients:
-        by = "the backward loop" if plan.compiled.assembly.placed.program is None else "later rows"
+        by = "the backward loop" if plan.compiled.assembly.placed.program is None else "later clock ticks"
         hidden = f"{layers.overlapped_fraction:.0%} of the bytes overlap products of {by}"
         parts.append(f"gradients of stacked layers: {_bytes(layers.wire_bytes)} over data, {hidden}")
     return "\n\n".join(parts)
@@ -215,12 +215,12 @@ def _compute(plan: Plan) -> str:
     if plan.model_flops:
         causal, full = plan.model_flops
         if causal == full:
-            rows.append(("model", f"{full:.4g}", "as the task states them"))
+            rows.append(("model", f"{full:.4g}", "according to the task"))
         else:
             rows.append(("model, causal", f"{causal:.4g}", "6 N and causal attention"))
             rows.append(("model, full", f"{full:.4g}", "6 N and full attention"))
     if plan.recomputed_share is not None:
-        what = "recomputed or on idle rows" if plan.compiled.assembly.placed.program else "computed again"
+        what = "recomputed or in idle clock ticks" if plan.compiled.assembly.placed.program else "computed again"
         rows.append(("more than the model", f"{max(0.0, plan.recomputed_share):.1%}", f"of the compiled work: {what}"))
     return align(rows, ("FLOPs", "a device", ""), "<>")
 
@@ -240,7 +240,7 @@ def _time(plan: Plan) -> str:
     ]
     if plan.compiled.assembly.placed.program is not None:
         idle = idle_share(plan.compiled.assembly)
-        rows.append(("bubble", f"{idle:.1%} of the rows are idle on a stage; included in the step"))
+        rows.append(("bubble", f"{idle:.1%} of a stage's clock ticks are idle; included in the step"))
     how = f"calibrated: measured / uncalibrated is {timing.factor:.2f}" if timing.factor != 1 else "no step measured"
     marked = [(name, value, "modelled") for name, value in rows]
     ends = plan.assumptions.interval_line(accelerator, is_calibrated=timing.factor != 1)
@@ -253,7 +253,7 @@ def _options(plan: Plan) -> str:
     rows = [
         (option.name, str(option.value), option.reason) for option in plan.compiled.assembly.steps.compiling.options
     ]
-    why = "compiled a second time: without a device to tune on, the compiler found no tiles for a Triton product"
+    why = "compiled a second time: without a device for autotuning, the compiler found no tiles for a Triton product"
     rows += [(name, str(value), why) for name, value in plan.compiled.added_options.items()]
     if not rows:
         return ""

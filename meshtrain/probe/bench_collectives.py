@@ -24,7 +24,7 @@ def arguments() -> argparse.ArgumentParser:
     extra = argparse.ArgumentParser(
         prog="python -m meshtrain bench-collectives",
         description="Times every collective along every axis of the mesh, and compares each result with numpy. The "
-        "mesh is that of --config, or of --config.mesh.NAME=SIZE; by default all devices are on its first axis.",
+        "mesh comes from --config or from --config.mesh.NAME=SIZE; by default all devices are on its first axis.",
         add_help=False,
     )
     extra.add_argument(
@@ -69,7 +69,7 @@ def _problems(given: argparse.Namespace) -> list[Problem]:
             Problem(
                 "--smallest",
                 got=f"{given.smallest} with --largest={given.largest}",
-                allowed="at most that",
+                allowed="at most --largest",
                 nearest=f"--smallest={given.largest}",
             )
         )

@@ -38,12 +38,14 @@ def parser() -> argparse.ArgumentParser:
     """Returns the parser of the arguments that only the doctor has; the arguments of `train` are not included."""
     result = argparse.ArgumentParser(
         prog="python -m meshtrain doctor",
-        description="Checks the machines of a job before it starts. Start it as the job, with the job's arguments.",
+        description=(
+            "Checks the machines of a job before it starts. Start it like the job, with the arguments of the job."
+        ),
         add_help=False,
     )
     result.add_argument("--gpus", type=int, metavar="N", help="GPUs that each process must have")
     result.add_argument(
-        "--processes", type=int, metavar="N", help="number of processes, if only JAX could determine it"
+        "--processes", type=int, metavar="N", help="number of processes, for clusters where only JAX can determine it"
     )
     result.add_argument(
         "--limit",
@@ -139,9 +141,9 @@ def _compare_reports(
         theirs.append(report.ok("port", f"{meeting.port} is free"))
     theirs += all_processes.check_registration(meeting, hosts, [*(hub.refused if hub else []), *strangers], seconds)
     for check, fix, made in (
-        ("versions", "install the same on all machines, from one image or one shared folder", report.error),
+        ("versions", "install the same versions on all machines, from one image or one shared folder", report.error),
         ("environment", "set the same value in all processes", report.error),
-        ("libraries", "install the same driver and libraries on all machines, if a job fails", report.warning),
+        ("libraries", "if a job fails, install the same driver and libraries on all machines", report.warning),
     ):
         theirs += all_processes.same(check, {process: each[check] for process, each in said.items()}, fix, made)
     writers = set(said) - {each.process for each in theirs if (each.verdict, each.check) == (report.ERROR, "workdir")}
@@ -208,7 +210,7 @@ def _as_job(
     limit = arguments.limit
     own = _within_limit(limit, all_processes.IMPORT, lambda _: _job().compared(arguments))
     answers = exchange("configuration", own, 2 * limit)
-    fix = "start all processes by the same command, with the same files"
+    fix = "start all processes with the same command and the same files"
     results = all_processes.blocking_processes(answers, num_processes, limit) or all_processes.same(
         "configuration", answers, fix
     )

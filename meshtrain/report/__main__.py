@@ -47,7 +47,9 @@ def main(argv: Sequence[str]) -> int:
         allow_abbrev=False,
     )
     parser.add_argument("runs", metavar="RUN", nargs="*", help="a run's folder, such as runs/3d")
-    parser.add_argument("--html", metavar="FILE", default="", help="the page to write; it needs nothing else")
+    parser.add_argument(
+        "--html", metavar="FILE", default="", help="the page to write; it contains everything that it needs"
+    )
     arguments = parser.parse_args(argv)
     of_page = target_problems("--html", arguments.html, "report.html", ENDINGS) if arguments.html else [NO_PAGE]
     problems = of_page if importlib.util.find_spec("plotly") else [*of_page, NO_PLOTLY]
@@ -88,7 +90,7 @@ def schedules(runs: Sequence[Run]) -> list[str]:
         sizes = f"{schedule.num_stages} stages and {schedule.num_microbatches} microbatches"
         what = f"{html.escape(schedule.name)}: {sizes}"
         if is_own(schedule.name):
-            parts.append(f"<p>{what}, a custom function, which a page does not run</p>")
+            parts.append(f"<p>{what}, a custom function, which a report does not run</p>")
         elif not schedule.rows:
             parts.append(f"<p>{what}, too many to draw here</p>")
         else:

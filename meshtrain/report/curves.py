@@ -52,8 +52,8 @@ _TITLES = {
     "mfu": "MFU",
     "step_seconds": "seconds a step",
     "data_share": "share waiting for data",
-    "save_blocking_seconds": "seconds a save blocks",
-    "expert_parts": "most parts of a device's rows of experts",
+    "save_blocking_seconds": "seconds that a save blocks training",
+    "expert_parts": "most parts into which a device splits its expert rows",
     "expert_load": "largest load of an expert / mean load",
     "router_entropy": "entropy of routers, nats",
 }

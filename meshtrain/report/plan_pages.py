@@ -36,7 +36,7 @@ def plan_page(plan: Plan) -> str:
             for pair in ((f"{axis}, sent", text_report.sent_along(plan, axis)), (f"{axis}, least", size))
         ]
         charts += [heading("Compared with the minimum of each axis"), bars(least, None, step=2)]
-    charts += [heading("The whole report"), preformatted(text_report.text(plan))]
+    charts += [heading("The complete report"), preformatted(text_report.text(plan))]
     return page(f"Plan for {plan.cluster.text}", charts)
 
 

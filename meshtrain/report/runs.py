@@ -56,8 +56,8 @@ def open_runs(paths: Sequence[str]) -> tuple[list[Run], list[Problem]]:
         except UserError as error:
             problems += error.problems
         except OSError as error:
-            got = f"'{path}', and cannot read it: {error}"
-            problems.append(Problem("RUN", got=got, allowed=_WORKDIR, nearest="one of your own"))
+            got = f"'{path}', which cannot be read: {error}"
+            problems.append(Problem("RUN", got=got, allowed=_WORKDIR, nearest="a folder that you can read"))
     return found, problems
 
 
@@ -80,7 +80,7 @@ def _refuse_outside_paths(path: str, folder: pathlib.Path) -> None:
             inside = [one.name for one in sorted(folder.iterdir()) if what_is_at(one / METRICS_FILE) == "a file"]
             fix = f"{path.rstrip('/')}/{inside[0]}" if inside else "runs/3d"
             got = f"'{path}' with {what} at {name}"
-            raise UserError(Problem("RUN", got=got, allowed=f"{_WORKDIR}, whose run has begun", nearest=fix))
+            raise UserError(Problem("RUN", got=got, allowed=f"{_WORKDIR} whose run has started", nearest=fix))
 
 
 def _run(path: str, name: str, folder: pathlib.Path) -> Run:
@@ -117,8 +117,8 @@ def _json(path: pathlib.Path) -> JsonObject:
         raise UserError(
             Problem(
                 path,
-                got=f"no JSON object ({error})",
-                allowed="the file as the run wrote it",
+                got=f"not a JSON object ({error})",
+                allowed="the unchanged file of the run",
                 nearest="a report without this run",
             )
         ) from None

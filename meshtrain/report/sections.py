@@ -204,7 +204,7 @@ def _memory(runs: Sequence[Run]) -> list[str]:
         parts += [heading(names, 3)] * (len(runs) > 1)
         parts.append(bars(held, None))
         if on_host_bytes:
-            text = html.escape(f"{format_bytes(on_host_bytes)} of moments in its host's memory")
+            text = html.escape(f"{format_bytes(on_host_bytes)} of moments in host memory")
             parts.append(f"<p>{text}</p>")
     return parts
 

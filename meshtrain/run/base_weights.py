@@ -56,18 +56,18 @@ def refuse_other_weights(assembly: Assembly, run: Path) -> None:
         raise UserError(
             Problem(
                 "init_from",
-                got="adapters unlike those of lora",
-                allowed="equal ones, or lora.rank=0, which merges them",
+                got="adapters that differ from the options in lora",
+                allowed="equal options, or lora.rank=0, which merges them",
                 nearest=fix,
             )
         )
     if config.lora.rank and peers.is_main_process():
         for paths in adapters.split_factors(factors):
-            together = f"{', '.join(paths)} share one lora_A"
+            together = f"{', '.join(paths)} share a lora_A"
             effect = "its losses differ from peft's after the first step; lora.rank=0 merges the adapters"
             warn(
-                f"{config.init_from}: {together}, and this run trains a copy for each, a different parametrization: "
-                f"{effect}"
+                f"{config.init_from}: {together}, but this run trains a separate copy for each, a different "
+                f"parametrization: {effect}"
             )
 
 

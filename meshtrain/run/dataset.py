@@ -116,7 +116,7 @@ def with_steps(config: Config, corpus: Dataset) -> tuple[Config, str]:
         raise UserError(
             Problem(
                 "num_epochs",
-                got=f"{num_epochs:g} with weights in data.path, where each source has its own",
+                got=f"{num_epochs:g} with weights in data.path, so that sources have separate epochs",
                 allowed="num_steps",
                 nearest=f"num_epochs=0 and num_steps={num_steps}",
             )

@@ -73,8 +73,8 @@ def check(config: Config) -> list[Problem]:
     """Returns an error line if `mesh.data` is not -1; a job that may continue with fewer processes needs -1."""
     if config.mesh.data == -1:
         return []
-    got = f"{config.mesh.data}, in a job that may go on with fewer processes"
-    return [Problem(f"mesh.{DATA}", got=got, allowed="-1, what is left", nearest=f"mesh.{DATA}=-1")]
+    got = f"{config.mesh.data}, in a job that may continue with fewer processes"
+    return [Problem(f"mesh.{DATA}", got=got, allowed="-1, the remaining devices", nearest=f"mesh.{DATA}=-1")]
 
 
 @contextmanager
@@ -93,7 +93,9 @@ def refusing(num_processes: int, full: int) -> Iterator[None]:
         if num_processes == full or isinstance(error, TooFew):
             raise
         got = f"{num_processes} of {full}, with the problems above"
-        problem = Problem("processes", got=got, allowed="a number without", nearest=f"one less, or {full}")
+        problem = Problem(
+            "processes", got=got, allowed="a number without problems", nearest=f"one process less, or {full}"
+        )
         raise TooFew(*error.problems, problem) from error
 
 

@@ -38,7 +38,7 @@ LAST, AVERAGE = WEIGHTS = ("last", "average")
 
 def add_weights_flag(parser: argparse.ArgumentParser) -> None:
     """Adds the flag `--weights`, which selects the last or the averaged weights of a checkpoint."""
-    text = "last, or average: the average by optimizer.average (default: last)"
+    text = "last, or average: the averaged weights from optimizer.average (default: last)"
     parser.add_argument("--weights", default=LAST, help=text)
 
 
@@ -92,19 +92,22 @@ def configuration(
         own, was = arguments.workdir, other_runs.extra_of_newest(arguments.workdir)
         if "config" not in was:
             raise UserError(
-                Problem(own, got="no complete checkpoint", allowed="where a run has saved", nearest="another")
+                Problem(own, got="no complete checkpoint", allowed="the checkpoints of a run", nearest="another")
             )
         return _change(json.dumps(was["config"]), own, arguments, also, uses)
     own = arguments.workdir / CONFIG_FILE
     if what_is_at(own) != "a file":
         return configure(arguments, also, reads_data=reads_data)
     if arguments.config is not None and arguments.workdir != flags.default_workdir(arguments.config):
-        warn(f"--config={arguments.config} is not read: {own} describes the weights; --config.GROUP.FIELD changes it")
+        warn(
+            f"--config={arguments.config} is not read: {own} describes the weights; use --config.GROUP.FIELD "
+            "to change a field"
+        )
     try:
         text = own.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise UserError(
-            Problem(own, fault=f"not UTF-8 ({error})", allowed="what a run wrote", nearest="another --workdir")
+            Problem(own, fault=f"not UTF-8 ({error})", allowed="the file that a run wrote", nearest="another --workdir")
         ) from error
     return _change(text, own, arguments, also, uses)
 

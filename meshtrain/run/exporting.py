@@ -50,14 +50,19 @@ def export_problems(config: Config, *, is_of_adapters: bool) -> list[Problem]:
         return []
     if not config.lora.rank:
         return [
-            Problem("--adapters", got="a run without adapters, lora.rank=0", allowed="one with", nearest="leave it out")
+            Problem(
+                "--adapters",
+                got="a run without adapters, lora.rank=0",
+                allowed="a run with adapters",
+                nearest="leave it out",
+            )
         ]
     if config.optimizer.trainable:
         return [
             Problem(
                 "--adapters",
-                got=f"a run with optimizer.trainable={config.optimizer.trainable}, whose weights stand in no adapter",
-                allowed="adapters alone",
+                got=f"a run with optimizer.trainable={config.optimizer.trainable}, whose weights are not in an adapter",
+                allowed="a run that trains only adapters",
                 nearest="leave it out",
             )
         ]
@@ -71,7 +76,7 @@ def export_problems(config: Config, *, is_of_adapters: bool) -> list[Problem]:
                     "has no modules"
                 ),
                 allowed="adapters of attention",
-                nearest="leave it out, and they are merged",
+                nearest="leave it out; then the adapters are merged",
             )
         ]
     return []

@@ -43,7 +43,7 @@ def problems_of_task(assembly: Assembly) -> list[Problem]:
         return [
             Problem(
                 "task",
-                got="one without logits",
+                got="a task without logits",
                 condition="for generate",
                 allowed="Task.logits, (params, batch) -> float32  [B, T, vocabulary]",
                 nearest="Task(init, loss, batch, logits)",
@@ -57,7 +57,7 @@ def problems_of_task(assembly: Assembly) -> list[Problem]:
                 "task",
                 got=f"a batch of {', '.join(assembly.batch)}",
                 condition="for generate",
-                allowed=f"'tokens', and of the others {', '.join(filled)}",
+                allowed=f"'tokens', and optionally {', '.join(name for name in filled if name != 'tokens')}",
                 nearest="token_batch(B, T)",
             )
         ]
@@ -134,7 +134,9 @@ def sample_texts(
     if not config.eval_prompts:
         return lambda params: []
     if text is None:
-        raise UserError(Problem("eval_prompts", got="it with data without text", allowed="''", nearest="leave it out"))
+        raise UserError(
+            Problem("eval_prompts", got="a file with data without text", allowed="''", nearest="leave it out")
+        )
     given = from_file(config.eval_prompts, problems, chat=True, key="eval_prompts")
     refuse([*problems_of_task(assembly), *problems.lines()])
     if any(prompt.messages for prompt in given):
@@ -195,7 +197,7 @@ def without_pipeline(
             return changed, folded, _line(shape, folded)
         problems = problems or found
     nearest = " ".join(f"--config.mesh.{axis}=1" for axis in shape if shape[axis] > 1)
-    allowed = f"a size that {inner} or {outer} can take over to generate text on the same {math.prod(shape.values())}"
+    allowed = f"a size that {inner} or {outer} can replace to generate text on the same {math.prod(shape.values())}"
     allowed += f" devices ({problems[0].key}: {problems[0].fault})"
     raise UserError(Problem("mesh.pipeline", got=size, allowed=allowed, nearest=nearest))
 

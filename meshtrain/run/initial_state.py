@@ -64,7 +64,7 @@ def restore_or_initialize(assembly: Assembly, checkpoints: Checkpoints) -> tuple
     start_seconds = time.perf_counter()
     step, damaged = checkpoints.newest_whole()
     for line in damaged if peers.is_main_process() else ():
-        warn(f"{line}; it is set aside, and the checkpoint before it is used")
+        warn(f"{line}; moved it to the folder 'damaged' and used the checkpoint before it")
     if step is None:
         return initial_state(assembly), 0, {}
     state = assembly.steps.from_kept(_restore(assembly, checkpoints, step))
@@ -83,8 +83,8 @@ def _restore(assembly: Assembly, checkpoints: Checkpoints, step: int) -> TrainSt
     if has == had:
         return _as_today(assembly, checkpoints, step, kept)
     if peers.is_main_process():
-        what = "no averages; they start from its weights" if has else "averages, which this run ignores"
-        warn(f"optimizer.average: got {assembly.config.optimizer.average}, and step {step} has {what}")
+        what = "no averages; they start from the weights of this step" if has else "averages, which this run ignores"
+        warn(f"optimizer.average: got {assembly.config.optimizer.average}, but step {step} has {what}")
     saved = kept.opt_state.inner if has else Averaged(kept.opt_state, ())
     state = _as_today(assembly, checkpoints, step, dataclasses.replace(kept, opt_state=saved))
     return averages_begun(state, kept) if has else dataclasses.replace(state, opt_state=state.opt_state.inner)

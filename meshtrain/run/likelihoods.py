@@ -56,7 +56,7 @@ def problems_of_task(assembly: Assembly) -> list[Problem]:
         return [
             Problem(
                 "task",
-                got="one without logits",
+                got="a task without logits",
                 condition="for likelihoods",
                 allowed="Task.logits, (params, batch) -> float32 [B, T, vocabulary]",
                 nearest="Task(init, loss, batch, logits)",
@@ -70,7 +70,7 @@ def problems_of_task(assembly: Assembly) -> list[Problem]:
             "task",
             got=f"a batch of {', '.join(assembly.batch)}",
             condition="for likelihoods",
-            allowed=f"{', '.join(_NEEDED)}, and of the others {', '.join(set(packed) - set(_NEEDED))}",
+            allowed=f"{', '.join(_NEEDED)}, and optionally {', '.join(sorted(set(packed) - set(_NEEDED)))}",
             nearest="token_batch(B, T)",
         )
     ]

@@ -70,7 +70,7 @@ def room_of(assembly: Assembly) -> Room | None:
     stats = own[0].memory_stats() or {}
     if "bytes_limit" not in stats:
         return None
-    what = f"the part of one {own[0].device_kind} that JAX uses"
+    what = f"the part of the memory of a {own[0].device_kind} that JAX uses"
     return Room(int(stats["bytes_limit"]), 1, is_host=False, what=what)
 
 
@@ -178,7 +178,9 @@ def _plan(total_bytes: int) -> str:
     """Returns the command that plans a run on the minimum number of GPU hosts that can store this many bytes."""
     card = next(one for one in ACCELERATORS if one.name == PLANNED_ON)
     hosts = max(1, -(-total_bytes // (usable_bytes(card) * HOST_DEVICES)))
-    return f"a cluster: meshtrain plan --cluster={PLANNED_ON}:{hosts}x{HOST_DEVICES} --search, same configuration"
+    return (
+        f"a cluster: meshtrain plan --cluster={PLANNED_ON}:{hosts}x{HOST_DEVICES} --search with the same configuration"
+    )
 
 
 def warn_of_large_step(assembly: Assembly, step: jax.stages.Compiled) -> None:
@@ -193,8 +195,8 @@ def warn_of_large_step(assembly: Assembly, step: jax.stages.Compiled) -> None:
         return
     if (peak := planned.peak_bytes * room.num_sharing) > room.limit_bytes:
         warn(
-            f"memory: the compiled step takes up to {format_bytes(peak)}, and {format_bytes(room.limit_bytes)} is "
-            f"{room.what}; nearest: {_step_fix(assembly, room, planned)}"
+            f"memory: the compiled step needs up to {format_bytes(peak)}, but "
+            f"{format_bytes(room.limit_bytes)} is {room.what}; nearest: {_step_fix(assembly, room, planned)}"
         )
 
 
@@ -234,7 +236,7 @@ def memory_problem(assembly: Assembly, step: jax.stages.Compiled | None, error: 
     limit = f"{format_bytes(room.limit_bytes)}, {room.what}" if room else "the device's memory"
     return Problem(
         "memory",
-        got=f"'{first_line(error)}'; planned for a device: {', '.join(parts)}; largest arrays: {largest}",
+        got=f"'{first_line(error)}'; planned per device: {', '.join(parts)}; largest arrays: {largest}",
         allowed=f"at most {limit}",
         nearest=_step_fix(assembly, room, planned),
     )

@@ -149,7 +149,7 @@ def check(config: Config, run: Path, start_step: int) -> list[Problem]:
         problems.append(
             Problem(
                 "num_steps",
-                got=f"{config.num_steps}, and the workdir's run is at step {start_step}",
+                got=f"{config.num_steps}, but the run in the workdir is at step {start_step}",
                 allowed=f"at least {start_step}",
                 nearest=start_step,
             )
@@ -158,15 +158,15 @@ def check(config: Config, run: Path, start_step: int) -> list[Problem]:
         problems.append(
             Problem(
                 "workdir",
-                got=f"{run}, which has imported weights and no state of training",
-                allowed="a new workdir that begins with them",
+                got=f"{run}, which has imported weights but no training state",
+                allowed="a new workdir that starts with these weights",
                 nearest=f"--config.init_from={run} with another --workdir",
             )
         )
     if config.init_from and not start_step:
         problems += [problem.at("init_from") for problem in weights.weights_problems(config, config.init_from)]
     if (warmup := config.learning_rate.warmup_steps) > config.num_steps and peers.is_main_process():
-        warn(f"learning_rate.warmup_steps: got {warmup}, and num_steps = {config.num_steps} end before the peak; "
+        warn(f"learning_rate.warmup_steps: got {warmup}, but num_steps = {config.num_steps} end before the peak; "
              f"nearest: --config.learning_rate.warmup_steps={config.num_steps // 10}")  # fmt: skip
     return problems
 

@@ -105,7 +105,7 @@ def finish(checkpoints: Checkpoints) -> None:
     if error := checkpoints.newest_failure:
         try:
             step = checkpoints.latest_step()
-            where = "begins anew" if step is None else f"resumes from step {step}"
+            where = "starts from the beginning" if step is None else f"resumes from step {step}"
         except Unreached:
             where = "resumes from the newest step there"
         raise SaveFailed(f"{error}; the same command {where}")
@@ -281,8 +281,7 @@ def refuse_unknown_metric(assembly: Assembly, corpus: Dataset) -> None:
             Problem(
                 key,
                 got=(
-                    f"{best.keep_best or early.patience}, and there are no validation examples to compare checkpoints "
-                    "by"
+                    f"{best.keep_best or early.patience}, but there are no validation examples to compare checkpoints"
                 ),
                 allowed="0, or data with a validation split",
                 nearest=f"{key}=0",

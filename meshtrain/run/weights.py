@@ -34,12 +34,12 @@ def base_weights(config: Config) -> tuple[str, Adapters | None]:
     found = adapters.open_adapters(config.init_from) if adapters.is_folder(config.init_from) else None
     if found is None and config.init_base:
         raise UserError(
-            Problem("init_base", got=f"'{config.init_base}' without adapters of peft", allowed="''", nearest="''")
+            Problem("init_base", got=f"'{config.init_base}' without peft adapters", allowed="''", nearest="''")
         )
     base = config.init_from if found is None else config.init_base or found.base
     if found and not hf_config.is_decoder(config.model):
         raise UserError(
-            Problem(None, got=f"adapters of peft with task={config.task}", allowed="decoder", nearest="task=decoder")
+            Problem(None, got=f"peft adapters with task={config.task}", allowed="decoder", nearest="task=decoder")
         )
     if found and (is_url(base) or not base or what_is_at(expand_user(base)) != "a folder"):
         download = download_command(base)
@@ -48,8 +48,8 @@ def base_weights(config: Config) -> tuple[str, Adapters | None]:
         raise UserError(
             Problem(
                 place,
-                got=f"adapters of '{base}', which is no folder here",
-                allowed="the model beneath them, or a run with it",
+                got=f"adapters of '{base}', which is not a folder on this machine",
+                allowed="the base model of the adapters, or a run with it",
                 nearest=fix,
             )
         )
@@ -116,7 +116,7 @@ def weights_problems(config: Config, directory: str | Path, step: int | None = N
         for note in hf_config.notes(directory, opened.model):
             warn(note)
     if opened.left_out and not lines and peers.is_main_process():
-        warn(f"{directory}: {opened.left_out} tensors of its image model are left out; this is its text model")
+        warn(f"{directory}: {opened.left_out} tensors of its image model are ignored; only its text model is used")
     if 0 < opened.model.max_length < config.sequence_length and not lines and peers.is_main_process():
         most = opened.model.max_length
         warn(f"sequence_length: got {config.sequence_length}; the model in {directory} was trained on at most {most}")
@@ -136,8 +136,8 @@ def _tokenizer_problem(config: Config, folder: Path) -> list[Problem]:
     return [
         Problem(
             "data.tokenizer",
-            got=f"'{used}', and the model has learned the tokens of {own}",
-            allowed=f"these, or another with --config.init_ignore={TOKENIZER}",
+            got=f"'{used}', but the model was trained with the tokens of {own}",
+            allowed=f"this tokenizer, or any tokenizer with --config.init_ignore={TOKENIZER}",
             nearest=f"--config.data.tokenizer={folder}",
         )
     ]

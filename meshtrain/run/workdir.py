@@ -80,7 +80,7 @@ def check(run: Path, config: Config, *, is_saved: bool) -> list[Problem]:
             fix = " ".join([*words, *(["in"] if words else []), "a new workdir"])
             return [records.version_problem(was, where if where == place else CONFIG_FILE, fix)]
     changed = {where: difference(was, now) for where, was in before.items() if was}
-    problems = [one.at(f"{where} holds another run") for where, differing in changed.items() for one in differing]
+    problems = [one.at(f"{where} contains another run") for where, differing in changed.items() for one in differing]
     ending = "allowed: the run's own configuration"  # of all options above
     ends = [where for where, differing in changed.items() if differing]
     return problems + [Problem(where, fault=ending, nearest="another --workdir") for where in ends]
@@ -96,13 +96,13 @@ def _out_of_place(run: Path) -> list[Problem]:
         path = run / name
         what = what_is_at(path)
         if what == wanted and not _can_write(path):
-            what = f"{wanted} that this user may not read and write"
+            what = f"{wanted} that this user cannot read and write"
         if what not in (wanted, "nothing there"):
             problems.append(
                 Problem(
                     f"workdir {run}",
                     got=f"{what} at {name}",
-                    allowed=f"{wanted} of the run's",
+                    allowed=f"{wanted} of the run",
                     nearest="another --workdir",
                 )
             )
@@ -156,7 +156,7 @@ def lock(run: Path) -> Iterator[Callable[[], str]]:
                     Problem(
                         f"workdir {run}",
                         fault=f"in use by {owner}",
-                        allowed="one run in each",
+                        allowed="one run in each workdir",
                         nearest="another --workdir",
                     )
                 ]
@@ -185,7 +185,7 @@ def _lost(run: Path, folder: int | None) -> str:
     if is_same(run, folder):  # it stays if a save wrote into it while it was being deleted
         what = "" if any((run / name).exists() for name in (LOCK_FILE, CONFIG_FILE)) else "a folder without its files"
     return what and Problem(
-        f"workdir {run}", got=f"{what} in place of this run's", allowed="the run's own folder until the end"
+        f"workdir {run}", got=f"{what} instead of this run's folder", allowed="the run's own folder until the end"
     )
 
 
@@ -272,7 +272,7 @@ def record(run: Path, config: Config, fingerprint: str, layout: str) -> None:
             Problem(
                 "--workdir",
                 fault=f"cannot write {run} ({error.strerror})",
-                allowed="a folder that can be made and written",
+                allowed="a folder that can be created and written",
             )
         ) from None
 
@@ -297,11 +297,11 @@ def refuse_other_corpus(run: Path, fingerprint: str, directory: str = "") -> Non
             Problem(
                 f"workdir {run}",
                 fault=(
-                    f"its run learned from data with hash {facts['fingerprint'][:12]}, and these have "
+                    f"its run was trained on data with hash {facts['fingerprint'][:12]}, but these have "
                     f"{fingerprint[:12]} (another Python, other weights, or files that changed)"
                 ),
                 allowed="the same data",
-                nearest=f"another --workdir, with --config.init_from={run} to begin with its weights",
+                nearest=f"another --workdir, with --config.init_from={run} to start from its weights",
             )
         )
 
@@ -340,9 +340,9 @@ def lost_checkpoint(run: Path, place: str) -> list[Problem]:
     return [
         Problem(
             f"workdir {run}",
-            fault=f"its run has saved step {facts[_SAVED]}, and {place} has no complete checkpoint",
-            allowed="its checkpoints there",
-            nearest=f"mount or copy them there, another --workdir, or `rm -r {run}` to begin again",
+            fault=f"its run has saved step {facts[_SAVED]}, but {place} has no complete checkpoint",
+            allowed="its checkpoints in this place",
+            nearest=f"mount or copy them to this place, another --workdir, or `rm -r {run}` to start again",
         )
     ]
 
@@ -361,7 +361,7 @@ def _facts(run: Path) -> JsonObject:
                 Problem(
                     run / CORPUS_FILE,
                     got=f"{value!r} for {name}",
-                    allowed="the file as the run wrote it",
+                    allowed="the unchanged file of the run",
                     nearest="another --workdir",
                 )
             )
@@ -382,7 +382,7 @@ def _read_json(path: Path) -> JsonObject:
             Problem(
                 path,
                 fault="not a JSON object",
-                allowed="the file as the run wrote it",
+                allowed="the unchanged file of the run",
                 nearest="another --workdir",
             )
         ) from None
@@ -422,7 +422,7 @@ def record_device(run: Path, assembly: Assembly, step: jax.stages.Compiled) -> N
     try:
         write_whole(path, json.dumps(facts, indent=2) + "\n")
     except OSError as error:
-        warn(f"{path}: {error}; a report of this run will not show the memory of a device")
+        warn(f"{path}: {error}; a report of this run will not show the memory per device")
 
 
 def newest_step(run: Path, directory: str = "") -> int:
@@ -473,5 +473,6 @@ def warn_of_another_rate(assembly: Assembly, run: Path, state: TrainState) -> No
         ends = [config.learning_rate.decay_steps or config.num_steps for config in (before, now)]
         warn(
             f"learning rate: {last:.3g} at step {step}, {rate:.3g} at step {step + 1}: its decay was to end at step "
-            f"{ends[0]} and now ends at {ends[1]}; --config.learning_rate.decay_steps={ends[0]} leaves it as it was"
+            f"{ends[0]} and now ends at {ends[1]}; --config.learning_rate.decay_steps={ends[0]} restores the former "
+            "rate"
         )

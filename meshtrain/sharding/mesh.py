@@ -37,7 +37,12 @@ def check(options: MeshOptions) -> list[Problem]:
     """
     sizes = dataclasses.asdict(options)
     lines = [
-        Problem(f"mesh.{axis}", got=size, allowed="at least 1, or -1 for what is left", nearest=-1 if size < 0 else 1)
+        Problem(
+            f"mesh.{axis}",
+            got=size,
+            allowed="at least 1, or -1 for the remaining devices",
+            nearest=-1 if size < 0 else 1,
+        )
         for axis, size in sizes.items()
         if size < 1 and size != -1
     ]
@@ -83,7 +88,7 @@ def mesh_shape(
             Problem(
                 "mesh",
                 got=f"{asked}, {num_used} devices",
-                allowed=f"at most the {slice_size} of a slice, or whole slices",
+                allowed=f"at most the {slice_size} devices of a slice, or complete slices",
                 nearest=_filling_override(sizes, num_used // slice_size * slice_size),
             )
         )
@@ -92,7 +97,7 @@ def mesh_shape(
             Problem(
                 "mesh",
                 got=f"{asked}, {num_used} devices",
-                allowed=f"exactly the {num_devices} of {num_processes} processes",
+                allowed=f"exactly the {num_devices} devices of {num_processes} processes",
                 nearest=_filling_override(sizes, num_devices),
             )
         )
@@ -118,7 +123,10 @@ def _uneven(open_axis: str, asked: str, closed: int, num_devices: int) -> str:
     nearest = f"mesh.{open_axis}={below}, which leaves {unused} unused" if below else "smaller axes"
     return Problem(
         f"mesh.{open_axis}",
-        got=f"-1 (what is left) in {asked}: {num_devices} devices do not divide by the other axes' {closed}",
+        got=(
+            f"-1 (the remaining devices) in {asked}: {num_devices} devices are not divisible by the product of "
+            f"the other axes, {closed}"
+        ),
         allowed=f"other axes whose product divides {num_devices}",
         nearest=nearest,
     )
@@ -140,7 +148,7 @@ def _too_many(sizes: Mapping[str, int], num_devices: int) -> list[Problem]:
         Problem(
             "mesh",
             got=f"{sizes_text(sizes)}, {num_used} devices",
-            allowed=f"at most the {num_devices} there are",
+            allowed=f"at most the {num_devices} available devices",
             nearest=fix,
         )
     ]
@@ -223,7 +231,7 @@ def _outer_sizes(sizes: Sequence[int], num_groups: int) -> tuple[int, ...]:
     for size in sizes:
         outer.append(math.gcd(size, num_groups))
         num_groups //= outer[-1]
-    assert num_groups == 1, "groups of one size always divide the mesh"
+    assert num_groups == 1, "groups of equal size always divide the mesh"
     return tuple(outer)
 
 

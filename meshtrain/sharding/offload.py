@@ -39,9 +39,11 @@ def problems(what: str, devices: Sequence[jax.Device]) -> list[Problem]:
         return []
     name, _, value = what.partition("=")
     # Without a GPU, the GPU compiler silently ignores memory kinds.
-    known = f"only {', '.join(kinds)}" if kinds else "none that a compiler without the device knows"
+    known = f"only {', '.join(kinds)}" if kinds else "the compiler knows none without the device"
     there = f"{devices[0].platform} devices have no memory of kind {HOST} ({known})"
-    return [Problem(name, got=f"{value}, and {there}", allowed="what stays on the device", nearest="leave it out")]
+    return [
+        Problem(name, got=f"{value}, but {there}", allowed="values that need no host memory", nearest="leave it out")
+    ]
 
 
 def on_host(sharding: NamedSharding) -> NamedSharding:

@@ -62,7 +62,7 @@ class ZeroOptions:
     )  # fmt: skip
     strategy: str = option(
         "",
-        "the level by its name in PyTorch's FSDP; '': use zero.level",
+        "the level as a strategy name of PyTorch's FSDP; '': use zero.level",
         choices=("", *STRATEGIES),
         only_for=_OVER_DATA,
     )
@@ -97,7 +97,7 @@ def level_problems(options: ZeroOptions, num_replicas: int, fsdp: int) -> list[P
                     f"{options.level} with zero.strategy = {options.strategy}, which is level {options.effective_level}"
                 ),
                 allowed="one of the two",
-                nearest="zero.level=0 (left to the strategy)",
+                nearest="zero.level=0 (the strategy sets the level)",
                 depends_on=["zero.strategy"],
             )
         )
@@ -411,7 +411,7 @@ def name_problems(
             Problem(
                 where,
                 got=f"{len(names)} logical axes {tuple(names)} for {len(shape)} dims",
-                allowed="one for each dim",
+                allowed="one logical axis for each dim",
                 nearest=fitted,
             )
         ]
@@ -434,7 +434,7 @@ def name_problems(
                             f"mesh axis '{axis}' (size {mesh_shape[axis]}) would split both dim {taken[axis]} "
                             f"'{names[taken[axis]]}' and dim {dim} '{name}'"
                         ),
-                        allowed="one dim of an array for each mesh axis",
+                        allowed="each mesh axis splits only one dim of an array",
                         nearest=freed,
                     )
                 )
@@ -496,13 +496,13 @@ def uneven_line(
         return Problem(
             key,
             got=f"{value}{made} for dim '{name}' of {path}",
-            allowed=f"a multiple of {parts}, as it is split over {over}",
+            allowed=f"a multiple of {parts}, because it is split over {over}",
             nearest=f"{nearest_multiple(value, parts)}, or {change}",
             depends_on=[f"mesh.{axis}" for axis in axes],
         )
     return Problem(
         path,
-        fault=f"shape {tuple(shape)}: dim {dim} has size {size}, and rule '{name}' splits it over {over}",
+        fault=f"shape {tuple(shape)}: dim {dim} has size {size}, but rule '{name}' splits it over {over}",
         allowed=f"multiples of {parts}",
         nearest=f"{nearest_multiple(size, parts)}, or {change}",
         depends_on=[f"mesh.{axis}" for axis in axes],

@@ -229,7 +229,7 @@ def on_shards(
       is_opaque: whether the function contains a library's kernel with its own partitioning rule. This kernel requires
         all axes to be manual, also axes of size 1, so a region is entered on every mesh of several devices.
     """
-    assert axes is None or axes <= set(mesh.axis_names), f"no such axes of the mesh: {axes}"
+    assert axes is None or axes <= set(mesh.axis_names), f"the mesh does not have the axes {axes}"
     partitioned = _automatic(mesh)
     entered = partitioned if axes is None else partitioned & axes
     splits = mesh.size > 1 and (is_opaque or _is_split_here(mesh))

@@ -150,7 +150,7 @@ class Reduction:
         if saved >= packing:
             return []
         what = (
-            f"reduction.name={self.name} does not pay: at {speed / 1e9:.0f} GB/s over data it saves "
+            f"reduction.name={self.name} does not save time: at {speed / 1e9:.0f} GB/s over data it saves "
             f"{max(saved, 0) * 1e3:.3g} ms of transfers that the backward pass would not hide, and packing takes about "
             f"{packing * 1e3:.3g} ms"
         )

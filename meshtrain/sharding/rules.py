@@ -163,7 +163,7 @@ class Rules:
         for rule in self.entries:
             if rule.name in seen:
                 problems.append(
-                    Problem(f"rule '{rule.name}'", fault="stands twice", allowed="once", nearest="drop one of them")
+                    Problem(f"rule '{rule.name}'", fault="is listed twice", allowed="once", nearest="drop one of them")
                 )
             seen.add(rule.name)
             for column in ("parameters", "activations"):

@@ -36,7 +36,7 @@ def check(pattern: str) -> list[Problem]:
         Problem(
             OPTION,
             got=f"'{pattern}' ({error})",
-            allowed="a regular expression as Python reads it, '' for all weights",
+            allowed="a Python regular expression; '' for all weights",
             nearest=f"'{fix}'",
         )
         for error in pattern_errors(pattern)
@@ -77,7 +77,7 @@ def trainable_mask(pattern: str, params: Arrays, *, has_adapters: bool = False) 
             Problem(
                 OPTION,
                 got=f"'{pattern}', which matches none of {len(paths)} weights",
-                allowed="a regular expression found in a weight's path, '' for all",
+                allowed="a regular expression that matches a part of a weight's path; '' for all",
                 nearest=f"'{nearest_path(pattern, paths)}'",
             )
         )

@@ -113,7 +113,7 @@ def _axis_problems(
     lines += [
         Problem(
             path,
-            got=f"logical axes {names}, but there is no such array",
+            got=f"logical axes {names}, but there is no array with this path",
             allowed="paths of arrays",
             fix=nearest(path, arrays),
         )
@@ -179,8 +179,9 @@ def _unsharded_by_rules(matrices: Sequence[_Weight], rules: Rules, mesh_shape: M
                     Problem(
                         f"mesh.{axis}",
                         got=(
-                            f"{mesh_shape[axis]}, and no rule splits {_list_weights(whole)} over {axis}: "
-                            f"{_share(whole, matrices):.0%} of the bytes of all matrices would be whole on each device"
+                            f"{mesh_shape[axis]}, but no rule splits {_list_weights(whole)} over {axis}: "
+                            f"{_share(whole, matrices):.0%} of the bytes of all matrices would be replicated on each "
+                            "device"
                         ),
                         allowed=f"at most {MOST_WHOLE:.0%}",
                         nearest=f"mesh.{axis}=1, or a dim with the logical axis 'embed'",
@@ -210,7 +211,7 @@ def _unsharded_by_data(
     if _share(whole, matrices) <= MOST_WHOLE:
         return []
     path, array, names = max(whole, key=lambda one: num_bytes(one.array))
-    what = {1: "moments", 2: "moments and sums of gradients", 3: "weights, gradients and moments"}[level]
+    what = {1: "moments", 2: "moments and gradient sums", 3: "weights, gradients and moments"}[level]
     dims = axes_of_dims(param_sharding(array.shape, names, rules, mesh_shape, 0).parameter, len(array.shape))
     local = [size // num_parts(axes, mesh_shape) for size, axes in zip(array.shape, dims, strict=True)]
     sizes = sorted(
@@ -225,8 +226,8 @@ def _unsharded_by_data(
         Problem(
             "mesh.data",
             got=(
-                f"{size} at ZeRO level {level}, and {size} divides no dim of {_list_weights(whole)}: the {what} of "
-                f"{_share(whole, matrices):.0%} of the bytes of all matrices would be whole on each device"
+                f"{size} at ZeRO level {level}, but {size} divides no dim of {_list_weights(whole)}: the {what} of "
+                f"{_share(whole, matrices):.0%} of the bytes of all matrices would be replicated on each device"
             ),
             allowed=f"at most {MOST_WHOLE:.0%}",
             nearest=f"mesh.data={legal}, or {path} of shape {mended}",

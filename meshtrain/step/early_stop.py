@@ -35,7 +35,7 @@ def check(options: EarlyStopOptions, eval_every: int) -> list[Problem]:
         Problem(
             "early_stop.patience",
             got=f"{options.patience} with eval_every=0",
-            allowed="evaluations during the run",
+            allowed="an eval_every above 0",
             nearest="eval_every=100",
             depends_on=["eval_every"],
         )
@@ -62,5 +62,5 @@ def reason(
     num_since = sum(one > best for one in found)
     if num_since < options.patience:
         return ""
-    of_best = f"{found[best]:.6g} at step {best}" if rated else "nothing finite"
-    return f"early stop at step {step}: {options.metric} is not better than {of_best} in {num_since} evaluations"
+    verdict = f"not better than {found[best]:.6g} at step {best}" if rated else "not finite"
+    return f"early stop at step {step}: {options.metric} is {verdict} in {num_since} evaluations"

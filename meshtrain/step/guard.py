@@ -32,7 +32,7 @@ class GuardOptions:
     )
     spike_factor: float = option(
         0.0,
-        f"skip a step whose gradient norm exceeds this times the median of {NUM_NORMS} norms; 0: never",
+        f"skip a step whose gradient norm exceeds this factor times the median of {NUM_NORMS} norms; 0: never",
         minimum=0.0,
     )
 
@@ -124,7 +124,7 @@ def name_of_gradient(paths: Sequence[str], number: int, layer: int) -> str:
       layer: the layer of the gradient, from `health.last_not_finite`; -1: unknown, or no layer.
     """
     if number == _UPDATE:
-        return "the learning rate, an update of the optimizer, or what Task.after_update returns"
+        return "the learning rate, an update of the optimizer, or the result of Task.after_update"
     if number < 0:
         return "none, the gradient norm jumped (guard.spike_factor)"
     of_layer = f", layer {layer}" if layer >= 0 else ""

@@ -35,7 +35,10 @@ class LossScaleOptions:
         2000, "consecutive steps without overflow after which the scale doubles", minimum=1, only_for=_SCALED
     )
     hysteresis: int = option(
-        2, "overflows since the last doubling from which on the scale halves", minimum=1, only_for=_SCALED
+        2,
+        "number of overflows since the last doubling; from this number on, each overflow halves the scale",
+        minimum=1,
+        only_for=_SCALED,
     )
 
 

@@ -38,7 +38,7 @@ class PrecisionOptions:
     )
     compute_dtype: str = option(
         "auto",
-        "dtype of activations, and of weights in products; auto: the policy's",
+        "dtype of activations, and of weights in products; auto: the dtype of precision.policy",
         choices=("auto", *_DTYPES),
     )
     reduce_dtype: str = option(
@@ -48,7 +48,7 @@ class PrecisionOptions:
     )
     output_dtype: str = option(
         "auto",
-        "dtype of logits, before softmax and loss cast them to float32; auto: the policy's",
+        "dtype of logits, before softmax and loss cast them to float32; auto: the dtype of precision.policy",
         choices=("auto", *_DTYPES),
     )
     deterministic: bool = option(

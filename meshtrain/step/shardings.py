@@ -172,9 +172,9 @@ def axes_of_leaves(state: Arrays, of_fields: Mapping[str, Sequence[Names]]) -> l
     for field in dataclasses.fields(state):
         what = f"{type(state).__name__}.{field.name}"
         if num_arrays := len(jax.tree.leaves(getattr(state, field.name))):
-            assert field.name in of_fields, f"{what} has arrays and no logical axes: see axes_of_fields"
+            assert field.name in of_fields, f"{what} has arrays but no logical axes: see axes_of_fields"
             num_axes = len(of_fields[field.name])
-            assert num_arrays == num_axes, f"{what} has {num_arrays} arrays, and {num_axes} axes"
+            assert num_arrays == num_axes, f"{what} has {num_arrays} arrays but {num_axes} logical axes"
             result += of_fields[field.name]
     return result
 

@@ -32,8 +32,8 @@ COMMITTED = "commit_success.txt"  # Orbax writes this object last; on a disk it 
 # Words in an error of the store -> the problem and its fix. Any other error is attributed to the network.
 _REASONS = (
     (("401", "nonymous", "redentials"), "no credentials", "gcloud auth application-default login"),
-    (("403", "Forbidden"), "no permission", "the role storage.{} of the bucket"),
-    (("",), "no answer", "the same once the network is back"),
+    (("403", "Forbidden"), "no permission", "grant the role storage.{} on the bucket"),
+    (("",), "no answer", "run the same command when the network works again"),
 )
 
 
@@ -71,7 +71,7 @@ def place(directory: str | os.PathLike[str], key: str = "") -> Place:
             _client().find(f"{found}/{COMMITTED}")  # a missing object is not an error, a missing bucket is
     except FileNotFoundError as error:
         fix = f"gcloud storage buckets create gs://{str(found).split('/')[2]}"
-        problem = Problem(found, got="no such bucket", allowed="one that is there", nearest=fix)
+        problem = Problem(found, got="no bucket with this name", allowed="an existing bucket", nearest=fix)
         raise Unreached(_of(key, problem)) from error
     return found
 
@@ -95,7 +95,7 @@ def wrap_bucket_errors(place: Place, key: str = "") -> Iterator[None]:
         said = first_line(error)
         what, fix = next(rest for words, *rest in _REASONS if any(word in said for word in words))
         rights, role = ("list and read", "objectViewer") if key else ("list, read and write", "objectAdmin")
-        allowed = f"a bucket that this user may {rights}"
+        allowed = f"a bucket that this user can {rights}"
         problem = Problem(place, got=f"{what} ({said})", allowed=allowed, nearest=fix.format(role))
         raise Unreached(_of(key, problem)) from error
 
@@ -121,7 +121,7 @@ def _wait_longer() -> None:
                 if not retry.is_retriable(error):
                     raise
                 if time.monotonic() - said_seconds[0] > _SILENCE_SECONDS:
-                    warn(f"a bucket does not answer ({first_line(error)}); it is tried for {_MOST_MINUTES} minutes")
+                    warn(f"a bucket does not answer ({first_line(error)}); retrying for {_MOST_MINUTES} minutes")
                 said_seconds[0] = time.monotonic()
         return await tries(*given, **named)
 

@@ -108,7 +108,7 @@ def performed(name: str, out: Path, tiny: bool, seconds: float) -> JsonObject:
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)  # with the runs that it has started, because they occupy the device
             process.communicate()
-            failed = f"not done within {seconds:.0f} seconds"
+            failed = f"not completed within {seconds:.0f} seconds"
         outcome: JsonObject = {"failed": failed[:300]} if failed else {"result": json.loads(target.read_text())}
     return outcome | {"seconds": round(time.monotonic() - began, 1)}
 
@@ -121,7 +121,7 @@ def measured(out: Path, tiny: bool, limit_minutes: float) -> dict[str, Any]:
     if content["tiny"] != tiny:
         had = "with" if content["tiny"] else "without"
         fix = f"--out=new-{out.name}"
-        raise UserError(f"--out: got {out}, of a start {had} --tiny; allowed: one of the same kind; nearest: {fix}")
+        raise UserError(f"--out: got {out}, from a run {had} --tiny; allowed: a file of the same kind; nearest: {fix}")
     found: dict[str, Any] = content["steps"]
     deadline = time.monotonic() + 60 * limit_minutes
     for number, name in enumerate(STEPS, 1):
@@ -129,7 +129,7 @@ def measured(out: Path, tiny: bool, limit_minutes: float) -> dict[str, Any]:
         if "result" in found.get(name, {}):
             continue
         if left <= 0:
-            print(f"{limit_minutes:.0f} minutes are up before '{name}': the same command goes on there")
+            print(f"{limit_minutes:.0f} minutes have passed before '{name}'; the same command continues with it")
             break
         print(f"{number:>2} of {len(STEPS)}  {name:<28}", end="", flush=True)
         found[name] = performed(name, out, tiny, min(left, STEP_SECONDS))

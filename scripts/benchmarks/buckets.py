@@ -187,7 +187,7 @@ def kills(number: int, longest_seconds: float, folder: Path, server: bucket_proc
         steps = sealed(killed)
         amid_saves += len(checkpoint_steps(buckets.place(killed))) > len(steps)
         before, newest = newest, max(steps, default=0)
-        assert newest >= before, f"step {before} was saved, and is lost"
+        assert newest >= before, f"step {before} was saved, but it is lost"
         resumes.add(newest)
     Job(own["killed"], server, [*words[:2], words[2] + killed, rarely], 1).finish()
     assert arrays(killed, num_steps) == arrays(straight, num_steps)
@@ -203,9 +203,10 @@ def kills(number: int, longest_seconds: float, folder: Path, server: bucket_proc
     assert list(there) == list(range(num_steps - EVERY + 1, num_steps + 1))
     assert worst < 1e-5, worst
     return (
-        f"{number} kills of two processes, {amid_saves} of them amid a save, {len(resumes - {0})} steps resumed from: "
-        "all losses and the last state bitwise, nothing lost but the open save; one process on another mesh and no "
-        f"file: within {worst:.0e}"
+        f"{number} kills of two processes, {amid_saves} of them during a save, resumed from {len(resumes - {0})} "
+        "steps: "
+        "all losses and the last state bitwise equal, only the unfinished save lost; one process on another mesh "
+        "without local files: within {worst:.0e}"
     )
 
 
@@ -241,10 +242,10 @@ def main(argv: Sequence[str]) -> int:
         os.environ.update(server.environment)
         distributed.start(8)
         if arguments.saves:
-            print(f"{arguments.mebibytes:.0f} MiB  blocking  whole save  restore")
+            print(f"{arguments.mebibytes:.0f} MiB  blocking  complete save  restore")
             for name, place in (("disk", f"{folder}/disk"), ("bucket", server.prefix())):
                 held, whole, restore = times(place, arguments.mebibytes * 2**20, arguments.saves)
-                print(f"{name:8} {held:6.2f} s  {whole:8.2f} s {restore:6.2f} s", flush=True)
+                print(f"{name:8} {held:6.2f} s  {whole:11.2f} s {restore:6.2f} s", flush=True)
         if arguments.kills:
             print(kills(arguments.kills, arguments.seconds, Path(folder), server))
     return 0

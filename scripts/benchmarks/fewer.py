@@ -78,7 +78,7 @@ def killed(process: subprocess.Popen[str], number: int, chance: random.Random) -
         waits = chance.random() < 1 / 4
         for line in lines:
             said.append(line)
-            if found := re.search(r"launch: (\d+) of \d+ processes start|launch: all processes are restarted", line):
+            if found := re.search(r"launch: starting (\d+) of \d+ processes|launch: all processes are restarted", line):
                 are_all = not found[1]
             if waits and not are_all:
                 continue
@@ -125,8 +125,8 @@ def main(argv: Sequence[str]) -> int:
         assert worst < 1e-5, worst
         ran = ", ".join(f"{count} on {num_processes}" for num_processes, count in sorted(steps.items(), reverse=True))
         print(
-            f"{number} kills of one of {arguments.processes} processes, {said.count('all processes are restarted')} "
-            f"starts with all again: of {len(whole)} steps {ran}; every loss within {worst:.0e} of the run at peace"
+            f"{number} kills of a process (of {arguments.processes}), {said.count('all processes are restarted')} "
+            f"starts with all again: of {len(whole)} steps {ran}; every loss within {worst:.0e} of the undisturbed run"
         )
     return 0
 

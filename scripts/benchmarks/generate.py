@@ -81,7 +81,7 @@ def main(argv: Sequence[str]) -> int:
     growth = statistics.median(one[1] / one[0] for one in rounds)
     saved = statistics.median(one[2] / PLAIN / (one[0] / SHORT) for one in rounds)
     print(f"{SHORT} tokens {short:.2f} s, {LONG} tokens {long:.2f} s, {PLAIN} without the cache {plain:.2f} s")
-    print(f"{LONG} tokens over {SHORT}: {growth:.2f}; a token without the cache over one with it: {saved:.1f}")
+    print(f"{LONG} tokens over {SHORT}: {growth:.2f}; time of a token without / with the cache: {saved:.1f}")
     return 0
 
 

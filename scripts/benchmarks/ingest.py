@@ -98,7 +98,7 @@ def speed(folder: Path, rounds: int, num_texts: int) -> None:
                 out = folder / "speed.bin"
                 prepare(str(folder / f"speed{name}"), str(out), tokenizer=str(folder), overwrite=True)
             held.append((time.perf_counter() - wall, time.process_time() - cpu))
-    print(f"the tokenizer alone took {statistics.median(one[1] for one in seconds['tokenizer']):.2f} s of CPUs for "
+    print(f"only the tokenizer took {statistics.median(one[1] for one in seconds['tokenizer']):.2f} s of CPUs for "
           f"{size / 1e6:.1f} MB of text, {rounds} rounds")  # fmt: skip
     for name in FORMATS:
         pairs = [*zip(seconds["tokenizer"], seconds[name], strict=True)]
@@ -166,7 +166,8 @@ def start(path: Path, packing: str) -> None:
     read = counter("io", "rchar") - read + mapped(path) + (index_bytes if packing == "first_fit" else 0)
     after = counter("status", "RssAnon") - held
     print(f"{packing}: {len(corpus.train) // BATCH:,} batches an epoch; start: {seconds:.1f} s of one core, "
-          f"{read / 1e6:.2f} MB read, {after / 1024:.0f} MiB held, {counter('status', 'VmHWM') / 1024:.0f} MiB at most "
+          f"{read / 1e6:.2f} MB read, {after / 1024:.0f} MiB allocated, {counter('status', 'VmHWM') / 1024:.0f} MiB "
+          "at most "
           "with Python and JAX")  # fmt: skip
     for first in (0, MILLIONTH):
         rows = batches(corpus.train, batch=batch, seed=0, start_step=first, num_threads=0)
@@ -176,7 +177,9 @@ def start(path: Path, packing: str) -> None:
             jax.block_until_ready(next(rows))
         wall, cpu = (1e3 * spent / NUM_BATCHES for spent in (time.perf_counter() - wall, time.process_time() - cpu))
         print(f"{packing}: a batch from step {first:,} on: {cpu:.2f} ms of one core, {wall:.2f} ms in all")
-    print(f"{packing}: {(counter('status', 'RssAnon') - held) / 1024:.0f} MiB held after {2 * NUM_BATCHES} batches")
+    print(
+        f"{packing}: {(counter('status', 'RssAnon') - held) / 1024:.0f} MiB allocated after {2 * NUM_BATCHES} batches"
+    )
 
 
 def main(argv: Sequence[str]) -> int:

@@ -179,7 +179,7 @@ def differing_arrays(expected: Mapping[str, np.ndarray], held: Sequence[Mapping[
                 if hashed(whole[index]) != own:
                     found.append(f"{path}: another value in {bounds}")
         if not is_covered.all():
-            found.append(f"{path}: not held by anybody as a whole")
+            found.append(f"{path}: no process has the complete array")
     return found
 
 
@@ -233,7 +233,7 @@ def cells(pairs: Sequence[tuple[str, str]], work: Path) -> dict[tuple[str, str],
         ]
         if not saves and not writers:
             continue
-        does = ["trains and saves"] * saves + [f"goes on with what {', '.join(writers)} saved"] * bool(writers)
+        does = ["trains and saves"] * saves + [f"resumes the checkpoints of {', '.join(writers)}"] * bool(writers)
         say(f"{name} {'; '.join(does)}")
         copies = [copy_save(work / writer, work / f"{writer}{name}") for writer in writers]
         start(SETTINGS[name], [*([work / name] if saves else []), *copies], work / "cache")

@@ -235,7 +235,7 @@ def compare(older: Path, newer: Path, relative: float) -> int:
     """
     mine, other = ({path.name for path in folder.iterdir()} for folder in (older, newer))
     for name in sorted(mine ^ other):
-        print(f"only in one of the two, not compared: {name}")
+        print(f"only in one record, not compared: {name}")
     found = {path.relative_to(folder) for folder in (older, newer) for path in folder.rglob("*") if path.is_file()}
     count = 0
     if "errors" in mine & other:
@@ -253,7 +253,7 @@ def _compare_errors(older: Path, newer: Path) -> int:
     """Prints each case whose lines differ, in any file, and returns the number of these cases."""
     before, now = (_cases(folder) for folder in (older, newer))
     if odd := len(before.keys() ^ now.keys()):
-        print(f"only in one of the two, not compared: {odd} broken inputs")
+        print(f"only in one record, not compared: {odd} broken inputs")
     differ = [name for name in before.keys() & now.keys() if before[name] != now[name]]
     for name in sorted(differ):
         print(

@@ -244,7 +244,7 @@ def main(argv: Sequence[str]) -> int:
     if devices[0].platform == "cpu":
         print(
             "Virtual CPU devices share the cores: masked work of idle stages costs time here that it does not cost\n"
-            "on a mesh, where each stage has a device of its own."
+            "on a mesh, with a separate device for each stage."
         )
     return 0
 

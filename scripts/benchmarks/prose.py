@@ -18,7 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 DOCSTRINGS, PAGES, STRINGS = "docstrings and comments", "pages", "strings"
-LIMITS: Mapping[str, float] = {DOCSTRINGS: 3.0, PAGES: 3.0, STRINGS: 11.0}  # lowered whenever a total falls
+LIMITS: Mapping[str, float] = {DOCSTRINGS: 3.0, PAGES: 3.0, STRINGS: 2.0}  # lowered whenever a total falls
 LEAST_BLANKS = 3  # of a string: shorter strings are mostly keys
 
 # Words that a reader has to look up or to read twice; CONTRIBUTING.md says how to write instead.

@@ -162,7 +162,7 @@ RUNS = {
     ),
     "qwen3_30b_25.11": Run(
         f"{_BRIDGE} 25.11", 512 * 4096 / (16 * 5_275), "h100:2x8", _QWEN,
-        "none dropped there: sizes known on the GPU alone, for which the host waits",
+        "none dropped there: only the GPU knows the sizes, and the host waits for them",
         is_calibrating=False, is_fp8=True,
     ),
 }  # fmt: skip
@@ -343,7 +343,7 @@ def table(stored: Mapping[str, Any]) -> str:
     lines += [f"  {', '.join(names)}: {what}" for what, names in differs.items()]
     for what, found in errors.items():
         worst = max(found, key=lambda name: abs(found[name]))
-        lines.append(f"worst {what.replace('_', ' ')}: {found[worst]:+.1%}, {worst}, for what differs there")
+        lines.append(f"worst {what.replace('_', ' ')}: {found[worst]:+.1%}, {worst}, because of the differences")
     return "\n".join(lines)
 
 

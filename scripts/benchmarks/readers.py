@@ -189,7 +189,7 @@ def main(argv: Sequence[str]) -> int:
         lines = wrong(reader, given.cases, given.seed)
         print(f"{reader.name}: {given.cases} cases, {len(lines)} wrong", *lines, sep="\n", flush=True)
         found += lines
-    said = f"{len(found)} exceptions but the user error" if found else "no exception but the user error"
+    said = f"{len(found)} exceptions other than user errors" if found else "only user errors"
     print(f"{len(chosen) * given.cases:,} cases of {len(chosen)} readers: {said}")
     return 1 if found else 0
 

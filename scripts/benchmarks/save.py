@@ -74,10 +74,13 @@ def main(argv: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory() as folder:
         found = measure(state, arguments.saves, Path(folder))
     for number, (held, sealed) in enumerate(found, 1):
-        print(f"save {number}: held up {held:.2f} s, sealed after {sealed:.2f} s, ratio {held / sealed:.3f}")
+        print(f"save {number}: training blocked {held:.2f} s, complete after {sealed:.2f} s, ratio {held / sealed:.3f}")
     later = found[1:]
     held, sealed = (statistics.median(one[side] for one in later) for side in (0, 1))
-    print(f"median after the first: held up {held:.2f} s, sealed after {sealed:.2f} s, ratio {held / sealed:.3f}")
+    print(
+        f"median after the first: training blocked {held:.2f} s, complete after {sealed:.2f} s, ratio "
+        f"{held / sealed:.3f}"
+    )
     return 0
 
 

@@ -68,7 +68,7 @@ def save(bucket, *steps, **options):
         for step in steps:
             assert checkpoints.save(step, state(step), {"config": {"seed": step}})
             checkpoints.wait()
-        assert not checkpoints.save(steps[-1], state(steps[-1]), {}), "it is there already"
+        assert not checkpoints.save(steps[-1], state(steps[-1]), {}), "it already exists"
 
 
 def test_comes_back_bitwise_on_another_mesh_and_is_kept_as_options_say(bucket, objects):
@@ -149,7 +149,10 @@ def test_a_half_written_and_a_half_deleted_one_are_swept(bucket, objects, monkey
 def test_of_all_damaged_ones_none_is_moved(bucket, objects):
     save(bucket, 1)
     objects["1/manifest.json"] = b"{}"
-    with Checkpoints(bucket, CheckpointOptions()) as checkpoints, pytest.raises(UserError, match="got no checkpoint"):
+    with (
+        Checkpoints(bucket, CheckpointOptions()) as checkpoints,
+        pytest.raises(UserError, match="got no undamaged checkpoint"),
+    ):
         checkpoints.newest_whole()
     assert "1/manifest.json" in objects.names()
 
@@ -164,7 +167,7 @@ def test_a_copy_of_a_disk_s_checkpoint_is_refused_as_one(bucket, objects, tmp_pa
 @pytest.mark.parametrize(
     ("url", "said"),
     [
-        ("gs://missing/run", "got no such bucket; .*; nearest: gcloud storage buckets create gs://missing$"),
+        ("gs://missing/run", "got no bucket with this name; .*; nearest: gcloud storage buckets create gs://missing$"),
         ("gs://private/run", r"got no credentials \(the caller has no access .*\); .*; nearest: gcloud auth"),
     ],
 )
@@ -254,7 +257,7 @@ def test_of_two_that_begin_at_once_one_is_let_through(bucket, monkeypatch):
     monkeypatch.setattr(owner, "_owner", lambda place: {})  # both look before either has written
     with (
         owner.own_folder(bucket, "one"),
-        pytest.raises(UserError, match="where another run begins"),
+        pytest.raises(UserError, match="where another run is starting"),
         owner.own_folder(bucket, "two"),
     ):
         pass

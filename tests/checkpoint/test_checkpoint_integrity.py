@@ -151,9 +151,9 @@ def test_none_whole_is_an_error_and_nothing_is_moved_or_deleted(saved):
     with Checkpoints(saved, CheckpointOptions()) as checkpoints, pytest.raises(UserError) as caught:
         checkpoints.newest_whole()
     assert len(caught.value.problems) == 4
-    assert "got no checkpoint that is whole" in caught.value.problems[-1]
+    assert "got no undamaged checkpoint" in caught.value.problems[-1]
     assert {path.name for path in saved.iterdir()} == {"1", "2", "3"}
-    with pytest.raises(UserError, match="got no checkpoint that is whole"):
+    with pytest.raises(UserError, match="got no undamaged checkpoint"):
         restore_params(saved, None, wanted()["params"])
 
 
@@ -163,7 +163,7 @@ def test_saves_that_were_never_finished_are_a_run_not_begun(saved):
     with Checkpoints(saved, CheckpointOptions()) as checkpoints:
         step, lines = checkpoints.newest_whole()
         assert step is None
-        assert all("it was not finished" in line for line in lines)
+        assert all("the save was not finished" in line for line in lines)
         assert checkpoints.save(1, state(1), {})
 
 
@@ -195,7 +195,7 @@ def test_a_save_under_the_name_of_another_step_is_treated_as_damaged(place, newe
         for step in (1, 2):
             checkpoints.save(step, state(step) | {"step": jnp.int32(step)}, {})
     place(directory / "2", directory / "4")
-    said = "its state is that of step 2: renamed, copied or linked"
+    said = "it contains the state of step 2: the folder was renamed, copied or linked"
     assert verify.main([str(tmp_path)]) == 1
     assert capsys.readouterr().out.splitlines()[-1] == f"{directory / '4'}: damaged: {said}"
     with Checkpoints(directory, None) as checkpoints, pytest.raises(UserError, match=f"{said}; allowed: .*nearest"):
@@ -260,7 +260,7 @@ def test_a_full_disk_is_told_the_last_good_save_stays_and_the_next_may_succeed(s
             with pytest.raises(SaveFailed) as caught:
                 checkpoints.wait()
         assert str(caught.value).startswith(f"checkpoint {saved / '4'}: not written: ")
-        assert "nearest: free space" in str(caught.value)
+        assert "nearest: free some space" in str(caught.value)
         assert checkpoint_steps(saved) == [1, 2, 3], "nothing goes before the new save is whole"
         # At once, before the thread that seals can have looked whether the last one failed.
         assert checkpoints.save(5, large, {})

@@ -45,18 +45,18 @@ def refusal(folder, run="mine"):
     [
         (
             {"silent": 42},
-            r"used by process 7 on far 42 s ago; .*; nearest: another, or the same in 5\d\d s",
+            r"used by process 7 on far 42 s ago; .*; nearest: another directory, or the same directory in 5\d\d s",
         ),
         ({"silent": 601}, ""),
         ({"silent": -601}, ""),
         ({"run": "mine"}, ""),
         ({"host": DEAD}, ""),
-        ({"host": DEAD, "machine": "another container's"}, "the same in 600 s"),
+        ({"host": DEAD, "machine": "another container's"}, "the same directory in 600 s"),
         ({"host": DEAD, "machine": owner._machine()}, ""),
-        ({"host": ME}, f"used by {ME} 0 s ago; .*, or the same after its end"),
+        ({"host": ME}, f"used by {ME} 0 s ago; .*, or the same directory after that run has ended"),
         ({"host": ME, "silent": 601}, f"used by {ME} 601 s ago"),
         ({"host": ME, "started": "1"}, ""),
-        ({"host": f"process {os.getppid()} on {HERE}", "run": "mine"}, "the same after its end"),
+        ({"host": f"process {os.getppid()} on {HERE}", "run": "mine"}, "the same directory after that run has ended"),
         ({"host": "process of nobody's", "silent": 9}, "used by process of nobody's 9 s ago"),
     ],
     # Without numbers of processes: the workers of a test run must collect the same names.
@@ -107,7 +107,7 @@ def test_of_two_runs_the_first_stays(tmp_path):
 def test_of_two_that_begin_at_once_one_is_let_through(tmp_path, monkeypatch):
     monkeypatch.setattr(owner, "_owner", lambda place: {})  # both look before either has written
     with owner.own_folder(str(tmp_path), "one"):
-        assert "where another run begins" in refusal(tmp_path, "two")
+        assert "where another run is starting" in refusal(tmp_path, "two")
 
 
 def test_a_folder_that_cannot_be_made_or_written_is_one_line(tmp_path, monkeypatch):
@@ -145,8 +145,9 @@ def test_a_folder_that_is_deleted_or_replaced_is_noticed(may_vanish, tmp_path):
         assert bool(lost()) != may_vanish
         assert not folder.exists()
         folder.mkdir()
-        assert lost() == ("" if may_vanish else f"checkpoint.directory: got a folder without {owner.OWNER} at {folder} "
-                          "in place of this run's; allowed: the run's own folder until the end")  # fmt: skip
+        assert lost() == ("" if may_vanish else (
+            f"checkpoint.directory: got a folder without {owner.OWNER} at {folder} instead of this run's folder; "
+            "allowed: the run's own folder until the end"))  # fmt: skip
         assert (folder / owner.OWNER).exists() == may_vanish
     assert not list(folder.iterdir())
 

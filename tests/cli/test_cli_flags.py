@@ -133,10 +133,19 @@ def test_a_right_text_makes_up_for_a_wrong_value_of_the_file():
     "key, message",
     [
         ("inner.sise", "inner.sise: unknown key; allowed: inner.size, inner.name; did you mean 'inner.size'?"),
-        ("size", "size: unknown key; allowed: what `python -m meshtrain config` lists; did you mean 'inner.size'?"),
+        (
+            "size",
+            (
+                "size: unknown key; allowed: the keys that `python -m meshtrain config` lists; did you mean "
+                "'inner.size'?"
+            ),
+        ),
         (
             "iner.size",
-            "iner.size: unknown key; allowed: what `python -m meshtrain config` lists; did you mean 'inner.size'?",
+            (
+                "iner.size: unknown key; allowed: the keys that `python -m meshtrain config` lists; did you mean "
+                "'inner.size'?"
+            ),
         ),
         (
             "inner",
@@ -236,7 +245,7 @@ def test_load_runs_the_file(tmp_path):
         ("def get_config():\n    return [].seed", ":2: AttributeError: 'list' object has no attribute 'seed'"),
         ("def get_config():\n    raise RuntimeError", ":2: RuntimeError: no message"),
         ("\0", ": SyntaxError: "),
-        (f"{UNSPEAKABLE}def get_config():\n    raise Unspeakable", ":4: Unspeakable: a message that cannot be shown"),
+        (f"{UNSPEAKABLE}def get_config():\n    raise Unspeakable", ":4: Unspeakable: a message that cannot be printed"),
     ],
 )
 def test_a_file_that_cannot_be_run_is_one_line(tmp_path, text, message):
@@ -256,7 +265,7 @@ def test_so_is_a_module_whose_exception_cannot_be_shown(tmp_path, monkeypatch):
     (tmp_path / "unspeakable.py").write_text(f"{UNSPEAKABLE}raise Unspeakable")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(UserError, match=r"Unspeakable: a message that cannot be shown \(.*unspeakable.py:3\)"):
+    with pytest.raises(UserError, match=r"Unspeakable: a message that cannot be printed \(.*unspeakable.py:3\)"):
         user_functions.import_function("task", "unspeakable:f", ["decoder"])
 
 

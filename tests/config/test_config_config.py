@@ -121,8 +121,8 @@ own_task.options = OwnOptions
 def test_weights_of_a_task_of_ones_own_are_checked_under_rules_of_ones_own():
     (line,) = problems(["mesh.tensor=8"], make_task=own_task)
     assert line == (
-        "model.groups: got 6, which makes 12, for dim 'heads' of w; allowed: a multiple of 8, as it is split over "
-        "mesh.tensor = 8; nearest: 8, or mesh.tensor=6"
+        "model.groups: got 6, which makes 12, for dim 'heads' of w; allowed: a multiple of 8, because it is "
+        "split over mesh.tensor = 8; nearest: 8, or mesh.tensor=6"
     )
     rules = extend(default_rules(LayoutOptions()), Rule("heads"))
     assert problems(["mesh.tensor=8"], make_task=own_task, rules=rules) == []
@@ -135,7 +135,7 @@ def test_weights_of_a_task_of_ones_own_are_checked_under_rules_of_ones_own():
 def test_a_rule_of_ones_own_that_matches_nothing_is_refused_on_one_device():
     rules = extend(default_rules(LayoutOptions()), Rule("hads", parameters=("tensor",)))
     (line,) = problems([], make_task=own_task, rules=rules)
-    assert line == ("rule 'hads' -> tensor (size 1): matches no array; allowed: embed, heads; did you mean 'heads'?")
+    assert line == "rule 'hads' -> tensor (size 1): matches no array; allowed: embed, heads; did you mean 'heads'?"
 
 
 def test_an_open_axis_is_checked_once_its_size_is_known():
@@ -296,7 +296,7 @@ def test_a_configuration_of_ours_is_copied_once(tmp_path, monkeypatch, capsys):
     copied = tmp_path / "llama3_8b.py"
     assert copied.read_bytes() == (ROOT / "configs" / "llama3_8b.py").read_bytes()
     copied.write_text("changed")
-    refused = {"llama3_8b": "llama3_8b.py is here; allowed: ", "llama3_8": r"did you mean 'llama3_8b'\?$"}
+    refused = {"llama3_8b": "llama3_8b.py already exists in this folder; ", "llama3_8": r"did you mean 'llama3_8b'\?$"}
     for name, line in (refused | {"../x": "nearest: 3d$"}).items():
         with pytest.raises(UserError, match=rf"^--copy: got '{name}'.*{line}"):
             fields.main([f"--copy={name}"])

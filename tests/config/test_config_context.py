@@ -23,7 +23,8 @@ pytestmark = pytest.mark.quick
         ),
         (
             {"context": 8, "tensor": 2}, {"window": 64, "global_every": 2},
-            "all-gather of keys and values over context, as 8 heads are not a multiple of 16 devices a sequence: "
+            "all-gather of keys and values over context, because 8 heads are not a multiple of 16 devices per "
+            "sequence: "
             "each device computes its queries with all keys, 2.78 times the products of attention",
         ),
     ],

@@ -93,5 +93,5 @@ def test_the_options_of_a_users_task_may_have_groups():
     wrong = dataclasses.make_dataclass("Own", [("inner", WithoutText, WithoutText())], frozen=True)
     bare = dataclasses.make_dataclass("Own", [("inner", Inner)], frozen=True)
     assert options_problem("task", "a:b", own) is None
-    assert "whose option 'depth' is no option(default, text)" in options_problem("task", "a:b", wrong)
-    assert "whose option 'inner' is no option(default, text)" in options_problem("task", "a:b", bare)
+    assert "whose option 'depth' is not an option(default, text)" in options_problem("task", "a:b", wrong)
+    assert "whose option 'inner' is not an option(default, text)" in options_problem("task", "a:b", bare)

@@ -88,11 +88,11 @@ def lines(given, overrides=None, **keywords):
         ("lacking_for_tests:task", "cannot be imported: ModuleNotFoundError", "import lacking_for_tests"),
         ("broken_for_tests:task", "ZeroDivisionError: division by zero", "broken_for_tests.py:3)"),
         ("mine_for_tests:tusk", "mine_for_tests has no 'tusk'", "did you mean 'task'?"),
-        ("mine_for_tests:number", "no function but int", "def number(...)"),
+        ("mine_for_tests:number", "not a function but int", "def number(...)"),
         ("mine_for_tests:bare", "no attribute 'options'", "bare.options = MyOptions"),
         ("mine_for_tests:listed", "options are [1]", "@dataclass(frozen=True)"),
         ("mine_for_tests:thawed", "Thawed'>", "@dataclass(frozen=True)"),
-        ("mine_for_tests:fields", "option 'width' is no option(default, text)", "width: int = option(1, "),
+        ("mine_for_tests:fields", "option 'width' is not an option(default, text)", "width: int = option(1, "),
     ],
 )
 def test_a_task_that_cannot_be_found_is_one_line(name, said, fix):
@@ -129,8 +129,9 @@ def test_options_of_a_named_task_are_checked_like_all_others():
 def test_another_task_than_that_of_the_defaults_is_one_line():
     given = default()
     wanted = (
-        f"task: got '{OWN}' in a configuration that starts with default(), whose model has the options of the task "
-        f"'decoder'; allowed: default(task='{OWN}'), whose model has this task's; nearest: that"
+        f"task: got '{OWN}' in a configuration that starts with default(), which has the model options of task "
+        f"'decoder'; allowed: default(task='{OWN}'), which has the model options of this task; "
+        f"nearest: default(task='{OWN}')"
     )
     assert lines(given, {"task": OWN, "model.num_layers": "3"}) == [wanted]
     assert lines(given, {"task": "seq2seq", "data.source": "numbers", "seed": "-1"})[0] == wanted.replace(
@@ -143,7 +144,7 @@ def test_another_task_than_that_of_the_defaults_is_one_line():
 
 def test_a_pipeline_needs_a_task_with_stages():
     [line] = lines({"task": OWN, "mesh": {"pipeline": 2}})
-    assert line.startswith("mesh.pipeline: got 2, and this task has no stages")
+    assert line.startswith("mesh.pipeline: got 2, but this task has no pipeline stages")
     config = resolve({"task": OWN, "mesh": {"pipeline": -1}})
     assert check(config, dict.fromkeys(AXES, 1) | {"pipeline": 2}) == [line]
 

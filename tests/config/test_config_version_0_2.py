@@ -69,8 +69,8 @@ def test_another_run_is_one_line_that_names_the_way(key, plain, given):
         from_json(json.dumps({"task": "decoder", **given}))
     [line] = caught.value.problems
     assert line.startswith(f"config.json: got {key}=")
-    assert line.endswith(f" in a run of version 0.2; allowed: {key}={plain}; nearest: `hf export` of meshtrain 0.2.0, "
-                         "and `hf import` of its folder")  # fmt: skip
+    assert line.endswith(f" in a run of version 0.2; allowed: {key}={plain}; nearest: `hf export` with meshtrain "
+        "0.2.0, then `hf import` of this folder")  # fmt: skip
 
 
 BROKEN = ({"experts_per_token": 0}, {"balance_weight": "x"}, {"balance_weight": 10**400}, {"num_layers": []})

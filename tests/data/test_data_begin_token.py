@@ -76,7 +76,7 @@ def test_tokens_behind_a_text_are_one_line_whose_fix_is_accepted(name, tmp_path)
     processor, fix = BEHIND[name]
     path = words(tmp_path / "tokenizer.json", processor)
     with pytest.raises(
-        UserError, match=r"data.begin_token: got '' .* puts </s> behind a text.*; allowed: .*; nearest: "
+        UserError, match=r"data.begin_token: got '' .* adds </s> after a text.*; allowed: .*; nearest: "
     ) as told:
         open_tokenizer(path)
     assert str(told.value).endswith(fix)
@@ -164,7 +164,7 @@ def test_token_files_record_it_and_older_ones_have_none(tmp_path):
         open_corpus(both, ASKED)
     mixed = dataclasses.replace(both, path=f"{tmp_path / 'a.bin'}:1,{tmp_path / 'b.bin'}:1")
     small = dataclasses.replace(ASKED, sequence_length=2)
-    with pytest.raises(UserError, match="of another tokenizer than"):
+    with pytest.raises(UserError, match="prepared with another tokenizer than"):
         open_parts(open_corpus, mixed, small)
     content = json.loads(sidecar_path(tmp_path / "b.bin").read_text())
     for name in ("begin", "special_tokens", "num_special", "inner_ends"):

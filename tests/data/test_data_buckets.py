@@ -105,15 +105,15 @@ def test_an_object_is_read_in_pieces(bucket, monkeypatch):
 @pytest.mark.parametrize(
     ("url", "said"),
     [
-        ("gs://missing/a.jsonl", "gs://missing/a.jsonl: got no such bucket; .* create gs://missing$"),
-        ("gs://missing", "gs://missing: got no such bucket; .* create gs://missing$"),
+        ("gs://missing/a.jsonl", "gs://missing/a.jsonl: got no bucket with this name; .* create gs://missing$"),
+        ("gs://missing", "gs://missing: got no bucket with this name; .* create gs://missing$"),
         ("gs://private/*.txt", r"gs://private/\*.txt: got no credentials \(.*list and read; nearest: gcloud auth "),
         ("DIR/b.jsonl.gzip", "got '.*', which matches no object; allowed: .*; did you mean 'b.jsonl.gz'"),
         ("DIR", "got '.*/deep', which matches no object; .*; nearest: '.*/deep/[*]'$"),
         ("DIR/zz*", "which matches no object; .*; nearest: '.*/deep/[*]'$"),
         ("DIR/empty.txt", r"which matches only empty objects \(1\); "),
-        ("DIR/cut.jsonl.gz", "'gs://.*/cut.jsonl.gz' cannot be read .*; allowed: whole files"),
-        ("DIR/ids.bin", "got 'gs://.*/ids.bin', which has zero bytes, as token files have"),
+        ("DIR/cut.jsonl.gz", "'gs://.*/cut.jsonl.gz' cannot be read .*; allowed: complete files"),
+        ("DIR/ids.bin", "got 'gs://.*/ids.bin', which has zero bytes, so it is not text"),
         ("s3://runs/a.txt", "got 's3://runs/a.txt', a URL; .*nearest: s3fs"),
     ],
 )
@@ -141,4 +141,4 @@ def test_an_object_that_may_not_be_read_is_one_line(places, monkeypatch):
     assert not [*text.read_documents(path, "text", problems)]
     [line] = problems.lines()
     assert line.startswith(f"data.path: {path}: got no permission (Forbidden")
-    assert line.endswith("list and read; nearest: the role storage.objectViewer of the bucket")
+    assert line.endswith("list and read; nearest: grant the role storage.objectViewer on the bucket")

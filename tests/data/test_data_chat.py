@@ -8,17 +8,17 @@ from meshtrain.errors import Problems
 PAIR = {"prompt": "2 + 2 = ", "completion": "4"}
 CHAT = {"messages": [{"role": "user", "content": "a?"}, {"role": "assistant", "content": "b."}]}
 BROKEN = {
-    b"xyz": "got no JSON in UTF-8",
-    b'{"prompt": "a", "completion": "b"': "got no JSON in UTF-8",
-    b"\xff": "got no JSON in UTF-8",
-    b"[" * 100_000: "got no JSON in UTF-8",
+    b"xyz": "got not JSON in UTF-8",
+    b'{"prompt": "a", "completion": "b"': "got not JSON in UTF-8",
+    b"\xff": "got not JSON in UTF-8",
+    b"[" * 100_000: "got not JSON in UTF-8",
     b"[1]": "got list; allowed: a JSON object with 'prompt' and 'completion', or with 'messages'",
     b"{}": "got the fields (none); allowed",
     b'{"prompt": "a"}': "got the fields prompt; allowed",
     b'{"prompt": "a", "completions": "b"}': "did you mean 'completion'?",
     b'{"prompt": "a", "completion": null}': "got null for 'completion'; allowed: a text",
     b'{"prompt": ["a"], "completion": "b"}': "got [\"a\"] for 'prompt'; allowed: a text",
-    b'{"prompt": "\\ud800", "completion": "b"}': "for 'prompt'; allowed: a text in whole characters",
+    b'{"prompt": "\\ud800", "completion": "b"}': "for 'prompt'; allowed: a text in complete characters",
     b'{"prompt": "a", "completion": "b", "messages": []}': "got the fields prompt, completion, messages; allowed",
     b'{"messages": []}': "got [] for 'messages'; allowed: a list like",
     b'{"messages": "a"}': "got \"a\" for 'messages'; allowed: a list like",
@@ -27,7 +27,9 @@ BROKEN = {
     b'{"messages": [{"from": "user", "content": "a"}]}': "got null for 'role' of message 1",
     b'{"messages": [{"role": "user", "content": "\\ud800"}]}': "for 'content' of message 1; allowed: a text",
     b'{"messages": [{"role": "user", "content": "\\ufdd0"}]}': "for 'content' of message 1; allowed: a text",
-    b'{"messages": [{"role": "user", "content": "a"}], "tools": [{}]}': "got 'tools' beside the messages; allowed",
+    (
+        b'{"messages": [{"role": "user", "content": "a"}], "tools": [{}]}'
+    ): "got 'tools' in addition to the messages; allowed",
 }
 
 
@@ -86,15 +88,15 @@ def test_the_forms_that_people_have_are_messages(name, tmp_path):
 CALL = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}
 PICTURE = [{"type": "image_url", "image_url": {"url": "x"}}, {"type": "text", "text": "a"}]
 ALIKE = {
-    "tool calls": ({"messages": [*turns(ASKED), CALL]}, "got 'tool_calls' in a message; allowed: messages of text"),
+    "tool calls": ({"messages": [*turns(ASKED), CALL]}, "got 'tool_calls' in a message; allowed: messages with only"),
     "an older call": ({"messages": [{"role": "assistant", "content": "", "function_call": {"name": "f"}}]},
                       "got 'function_call' in a message"),
-    "tools": ({"messages": turns(ASKED), "tools": [{}]}, "got 'tools' beside the messages"),
-    "images": ({"conversations": [{"from": "human", "value": "<image>"}], "images": ["x.png"]}, "got 'images' beside"),
+    "tools": ({"messages": turns(ASKED), "tools": [{}]}, "got 'tools' in addition to the messages"),
+    "images": ({"conversations": [{"from": "human", "value": "<image>"}], "images": ["x.png"]}, "got 'images' in"),
     "a picture": ({"messages": [{"role": "user", "content": PICTURE}]}, 'got a part of type "image_url" in a message'),
     "observations": ({"conversations": [{"from": "observation", "value": "x"}]},
                      "got \"observation\" for 'from'; allowed: human, gpt, system, user, assistant"),
-    "earlier turns": ({"instruction": "a", "output": "b", "history": [["c", "d"]]}, "got 'history' beside"),
+    "earlier turns": ({"instruction": "a", "output": "b", "history": [["c", "d"]]}, "got 'history' in addition"),
     "strange input": ({"instruction": "a", "input": {"b": 1}, "output": "b"}, "got {\"b\": 1} for 'content'"),
     "other fields": ({"question": "a", "answer": "b"}, "got the fields question, answer; allowed: a JSON object with"),
 }  # fmt: skip
@@ -118,7 +120,7 @@ def test_byte_order_marks_are_left_out_with_a_note(tmp_path, capsys):
     problems = Problems()
     assert [line.pair for line in read_lines(path, problems)] == [tuple(PAIR.values())] * 2
     assert problems.lines() == []
-    assert capsys.readouterr().err == f"meshtrain: WARNING: {path}: got 2 byte order mark(s), which are removed\n"
+    assert capsys.readouterr().err == f"meshtrain: WARNING: {path}: removed 2 byte order mark(s)\n"
 
 
 def saved(tmp_path, *contents):
@@ -140,7 +142,7 @@ def test_pairs_need_no_template_and_messages_do(tmp_path):
     assert not problems.count
     assert len(write_texts(lines_of(tmp_path, PAIR, CHAT, CHAT), "bytes", "", problems)) == 1
     [problem] = problems.lines()
-    assert problem.startswith("data.chat_template: got '' and data.tokenizer=bytes, which brings no chat template;")
+    assert problem.startswith("data.chat_template: got '' and data.tokenizer=bytes, which has no chat template;")
 
 
 def test_a_conversation_that_the_template_does_not_take_is_named(tmp_path):

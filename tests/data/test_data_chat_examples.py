@@ -123,7 +123,7 @@ def test_what_is_truncated_or_dropped_is_counted(tmp_path, capsys):
     [truncated] = [row for row in rows if row["tokens"][0] == ord("x")]
     assert bytes(truncated["tokens"].tolist()) == b"x" * 13 + b"yes"
     assert truncated["targets"][truncated["weights"] > 0].tolist() == [*b"yes", 256]
-    with pytest.raises(UserError, match=r"got 1 lines for training, 1 of them without a token of an answer within"):
+    with pytest.raises(UserError, match=r"got 1 lines for training, of which 1 have no token of an answer within"):
         opened(options(tmp_path, lines[4:5], validation_fraction=0.0))
 
 

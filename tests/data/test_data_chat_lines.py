@@ -80,7 +80,7 @@ def test_the_excluded_answer_is_no_target(tmp_path):
 def test_a_value_that_is_no_switch_is_an_error(name, value):
     with pytest.raises(ValueError, match=f"for '{name}' of message 2; allowed: 0 or 1"):
         line_of({"messages": [ASKED, WRONG | {name: value}]}, "")
-    with pytest.raises(ValueError, match=f"for '{name}' of message 1, of the user; allowed: messages of the assistant"):
+    with pytest.raises(ValueError, match=f"for '{name}' of message 1, of the user; allowed: training only on"):
         line_of({"messages": [ASKED | {name: not off(name)[name]}, WRONG]}, "")
 
 
@@ -150,19 +150,19 @@ def test_a_prompt_and_a_completion_of_messages_train_the_completion(tmp_path):
     [
         (
             {"prompt": [ASKED], "completion": "4"},
-            "for 'prompt'; allowed: a text in whole characters, as the other",
+            "for 'prompt'; allowed: a text in complete characters, like the other",
         ),
         (
             {"prompt": "2+2", "completion": [RIGHT]},
-            "for 'completion'; allowed: a text in whole characters, as",
+            "for 'completion'; allowed: a text in complete characters, like",
         ),
-        ({"prompt": [ASKED], "completion": [AGAIN]}, "got no message of the assistant for 'completion'"),
+        ({"prompt": [ASKED], "completion": [AGAIN]}, "got no assistant message for 'completion'"),
         ({"prompt": [], "completion": [RIGHT]}, r"got \[\] for 'prompt'"),
-        ({"prompt": [ASKED], "completion": []}, "got no message of the assistant for 'completion'"),
-        (PAIR | {"system": "be short"}, "got 'system' beside a prompt"),
+        ({"prompt": [ASKED], "completion": []}, "got no assistant message for 'completion'"),
+        (PAIR | {"system": "be short"}, "got 'system' with a prompt"),
         (
             {"messages": [{"role": "system", "content": "a"}, ASKED, RIGHT], "system": "b"},
-            "got 'system' beside messages",
+            "got 'system', and a system message in",
         ),
     ],
 )
@@ -197,9 +197,12 @@ PREFERENCE = {"prompt": "a", "chosen": "b", "rejected": "c"}
     [
         ({"chosen": "b", "rejected": "c"}, "got null for 'prompt'"),
         ({"prompt": "a", "chosen": "b"}, "got the fields prompt, chosen"),
-        (PREFERENCE | {"images": ["x.png"]}, "got 'images' beside"),
+        (PREFERENCE | {"images": ["x.png"]}, "got 'images' in addition"),
         (PREFERENCE | {"weight": 0.5}, "got 0.5 for 'weight', which has no effect here"),
-        ({"prompt": [ASKED], "chosen": [RIGHT | {"weight": 0}], "rejected": [WRONG]}, "not trained for 'chosen'"),
+        (
+            {"prompt": [ASKED], "chosen": [RIGHT | {"weight": 0}], "rejected": [WRONG]},
+            "an untrained last answer in 'chosen'",
+        ),
     ],
 )
 def test_what_is_wrong_with_every_pair_is_said_once(tmp_path, row, said):

@@ -39,7 +39,7 @@ def test_without_the_tag_an_answer_is_what_its_message_adds(expected):
 
 def test_a_template_that_rewrites_what_came_before_is_refused():
     source = "{% for m in messages %}{{ m.content if loop.last else m.content | upper }};{% endfor %}"
-    with pytest.raises(ValueError, match=r"an answer in message 2 that t does not write at the end of the messages"):
+    with pytest.raises(ValueError, match=r"an answer in message 2 that t does not append to the text of the messages"):
         compile_template(source, "t", {}).written([USER, ANSWER, USER])
 
 
@@ -93,7 +93,7 @@ def test_which_template_a_folder_brings(tmp_path):
     assert opened(chat_template="{{ eos_token }}", eos_token={"content": "</s>"}) == "</s>"
     several = [{"name": "rag", "template": "r"}, {"name": "default", "template": "d"}]
     assert opened(chat_template=several) == "d"
-    with pytest.raises(UserError, match=r"^data.chat_template: got '' and .*, which brings no chat template; allowed:"):
+    with pytest.raises(UserError, match=r"^data.chat_template: got '' and .*, which has no chat template; allowed:"):
         opened(chat_template=several[:1])
     (tmp_path / "chat_template.jinja").write_text("{{ eos_token }}, of a file")
     assert opened(chat_template="c", eos_token="</s>") == "</s>, of a file"
@@ -109,12 +109,14 @@ def test_which_template_a_folder_brings(tmp_path):
     ids=["loops", "ifs", "a break outside", "digits"],
 )  # fmt: skip
 def test_templates_that_python_does_not_compile_are_one_line(source):
-    with pytest.raises(UserError, match=r"^data.chat_template: 't' is no template \(.*\); allowed: Jinja, .*nearest: "):
+    with pytest.raises(
+        UserError, match=r"^data.chat_template: 't' is not a valid template \(.*\); allowed: Jinja, .*nearest: "
+    ):
         compile_template(source, "t", {})
 
 
 def test_templates_that_cannot_be_read_are_one_line(tmp_path):
-    with pytest.raises(UserError, match=r"data.chat_template: 't' is no template \(.*unknown tag 'nothing'"):
+    with pytest.raises(UserError, match=r"data.chat_template: 't' is not a valid template \(.*unknown tag 'nothing'"):
         compile_template("{% nothing %}", "t", {})
     (tmp_path / "latin.jinja").write_bytes(b"\xff")
     with pytest.raises(UserError, match=r"latin.jinja' cannot be read \(.*utf-8"):

@@ -155,7 +155,7 @@ def test_unreadable_file(folder, monkeypatch):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
 
     monkeypatch.setattr(pathlib.Path, "open", refuse)
-    assert "may not read" in check(DataOptions(source="text", path=f"{folder}/good.txt"))[0]
+    assert "cannot read" in check(DataOptions(source="text", path=f"{folder}/good.txt"))[0]
 
 
 def test_legal_options_have_no_problems(folder):
@@ -175,7 +175,7 @@ def test_problems_of_several_files_come_together(tmp_path):
 
 def test_validation_with_too_little(tmp_path):
     options = DataOptions(source="text", path=write(tmp_path / "a.txt", "abcd" * 20), validation_fraction=0.05)
-    with pytest.raises(UserError, match="4 tokens are left for validation"):
+    with pytest.raises(UserError, match="only 4 tokens for validation"):
         opened(options)
 
 
@@ -188,7 +188,7 @@ def test_library_without_source(monkeypatch, tmp_path):
     monkeypatch.setattr(
         corpus_module.standard_library.__globals__["sysconfig"], "get_paths", lambda: {"stdlib": str(tmp_path)}
     )
-    with pytest.raises(UserError, match=r"holds no readable \.py files"):
+    with pytest.raises(UserError, match=r"contains no readable \.py files"):
         opened(DataOptions())
 
 
@@ -203,11 +203,11 @@ def test_tokenizer_without_data(tmp_path):
 @pytest.mark.parametrize("sequence_length", [32, 4096])
 def test_documents_that_are_all_empty_are_named(tmp_path, packing, sequence_length):
     path = write(tmp_path / "a.jsonl", '{"text": ""}\n' * 1000)
-    said = "got 1,000 empty documents, and no others; allowed: at least one with text; nearest: "
+    said = "got only empty documents .1,000.; allowed: at least one document with text; nearest: "
     options = DataOptions(source="text", path=path, packing=packing)
     with pytest.raises(UserError, match=f"data.path: {said}data.text_field="):
         open_corpus(options, DataRequest({}, {}, sequence_length, 257, 0))
-    with pytest.raises(UserError, match="has no document of two tokens, all of them are empty; allowed"):
+    with pytest.raises(UserError, match="has no document with two tokens; all are empty; allowed"):
         open_whole(options, DataRequest({}, {}, sequence_length, 257, 0))
     for output in ("a.bin", "tokens/"):
         with pytest.raises(UserError, match=said):

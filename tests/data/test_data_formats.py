@@ -101,11 +101,11 @@ def test_a_column_that_is_not_there_or_holds_no_text_is_one_line_with_those_that
         with pytest.raises(UserError) as caught:
             prepare(str(path), str(tmp_path / "out.bin"), text_field=column)
         [line] = caught.value.problems
-        assert f"got '{column}', which is no column of text of '{path}', with the columns id, content, title" in line
+        assert f"got '{column}', which is not a text column of '{path}', with the columns id, content, title" in line
         assert "allowed there: content, title" in line
         assert fix in line
     write(path, [{"text": "a"}, {"text": None}, {"text": "b"}])
-    with pytest.raises(UserError, match=r"holds no text in .*a.parquet, row 2"):
+    with pytest.raises(UserError, match=r"has no text in .*a.parquet, row 2"):
         prepare(str(path), str(tmp_path / "out.bin"))
 
 
@@ -113,7 +113,7 @@ def test_without_the_package_the_line_says_what_to_install(tmp_path, monkeypatch
     path = write(tmp_path / "a.parquet", [{"text": "a"}])
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     with pytest.raises(
-        UserError, match=r"a.parquet', which takes the package pyarrow .*pip install 'meshtrain\[data\]'"
+        UserError, match=r"a.parquet', which needs the package pyarrow .*pip install 'meshtrain\[data\]'"
     ):
         prepare(str(path), str(tmp_path / "out.bin"))
 
@@ -147,7 +147,7 @@ def test_a_folder_has_a_token_file_for_each_file_and_goes_on_where_it_was(tmp_pa
     paths = [write(tmp_path / f"part-{number}.jsonl", [{"text": f"words {number}"}] * 3) for number in range(4)]
     out, glob = tmp_path / "tokens", f"{tmp_path}/part-*.jsonl"
     paths[2].write_text("broken")
-    with pytest.raises(UserError, match="line 1 is no JSON"):
+    with pytest.raises(UserError, match="line 1 is not JSON"):
         prepare(glob, f"{out}/")
     made = {path.name: path.stat().st_mtime_ns for path in out.glob("*.bin")}
     assert sorted(made) == [f"part-{number}.jsonl.bin" for number in (0, 1, 3)]
@@ -162,7 +162,7 @@ def test_a_folder_has_a_token_file_for_each_file_and_goes_on_where_it_was(tmp_pa
     assert whole == (tmp_path / "one.bin").read_bytes()
     (tmp_path / "other").mkdir()
     write(tmp_path / "other" / "part-0.jsonl", [{"text": "other words"}])
-    with pytest.raises(UserError, match="got 1 files of a name that another has"):
+    with pytest.raises(UserError, match="got 1 files with the same name as another file"):
         prepare(f"{glob},{tmp_path}/other/part-0.jsonl", f"{out}/")
 
 

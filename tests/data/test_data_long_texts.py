@@ -145,7 +145,7 @@ def test_a_text_without_safe_places_has_a_stated_limit(kind, tmp_path, monkeypat
     assert len(long_texts.cuts_of(UNSAFE[kind]()).pieces(TEXT, "t")) == 1
     text = TEXT * 5
     tokenizer.encode(text[:1000])
-    with pytest.raises(UserError, match=r"with 1,001 characters in which no place is known .*at most 1,000; nearest: "):
+    with pytest.raises(UserError, match=r"with 1,001 characters that cannot be split .*at most 1,000; nearest: "):
         tokenizer.encode(text[:1001])
 
 

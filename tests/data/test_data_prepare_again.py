@@ -79,9 +79,9 @@ def test_a_token_file_of_changed_text_and_a_damaged_one_are_made_again(made, cap
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"text_field": "other"}, "with text_field 'text', here it is 'other'"),
-        ({"tokenizer": "words.json"}, "with vocab_size 257, here it is 3"),
-        ({"path": "moved/*.jsonl"}, r"with source '.*/a.jsonl', here it is '.*/moved/a.jsonl'"),
+        ({"text_field": "other"}, "with text_field 'text', and this command has 'other'"),
+        ({"tokenizer": "words.json"}, "with vocab_size 257, and this command has 3"),
+        ({"path": "moved/*.jsonl"}, r"with source '.*/a.jsonl', and this command has '.*/moved/a.jsonl'"),
     ],
 )
 def test_tokens_of_another_text_or_way_are_not_replaced_unasked(made, options, message):

@@ -54,7 +54,7 @@ def test_a_training_file_is_no_validation_file_by_any_name(folder, source):
     for alias in ALIASES:
         again = alias.format(name, folder=folder)
         [line] = check_of(kind(source=source, path=name, validation_path=again), True)
-        assert line.startswith(f"data.validation_path: got '{again.removeprefix('./')}', which data.path names too")
+        assert line.startswith(f"data.validation_path: got '{again.removeprefix('./')}', which data.path also lists")
     assert not check_of(kind(source=source, path=name.replace("a", "b", 1), validation_path=name), True)
 
 
@@ -67,7 +67,7 @@ def test_a_file_is_in_one_source_and_in_one_validation_set(folder, source):
         got = again.removeprefix("./")
         said = f" as '{name}'" if got != name else ""
         mixture = check(DataOptions(source=source, path=f"{name}:1,{other}:1,other={again}:2"))
-        wanted = f"got '{got}', which 'a' names too{said}; allowed: each file once; nearest: leave it out"
+        wanted = f"got '{got}', which 'a' also lists{said}; allowed: each file once; nearest: leave it out"
         assert mixture == [f"data.path: {wanted}"]
         sets = check(DataOptions(source=source, path=other, validation_path=f"{name},other={again}"))
         assert sets == [f"data.validation_path: {wanted}"]
@@ -83,7 +83,9 @@ def test_a_file_that_is_named_twice_is_read_once(folder):
 def test_token_files_of_one_text_are_no_training_and_validation_files(folder):
     prepare("link-a.txt", "again.bin")
     [line] = check(DataOptions(source="tokens", path="a.bin", validation_path="again.bin"))
-    assert line.startswith("data.validation_path: got 'again.bin', whose text data.path has too as 'a.bin'; allowed: ")
+    assert line.startswith(
+        "data.validation_path: got 'again.bin', whose text is also in data.path as 'a.bin'; allowed: "
+    )
     assert not check(DataOptions(source="tokens", path="a.bin", validation_path="b.bin"))
     (folder / "a.txt").write_text("another text")  # the same name, and other documents
     prepare("a.txt", "later.bin")
@@ -95,7 +97,7 @@ def test_prepare_writes_no_file_that_it_reads(folder, target):
     (folder / "x.bin.json").write_text('{"text": "not a description"}')
     (folder / "x.bin").write_text("text")
     (folder / "named.jsonl").symlink_to(folder / target)
-    with pytest.raises(UserError, match=f"'x.bin.*' is also read as text|--output: '{target}' is also"):
+    with pytest.raises(UserError, match=f"'x.bin.*' is also an input file|--output: '{target}' is also"):
         prepare("named.jsonl", "x.bin", overwrite=True)
 
 
@@ -104,5 +106,5 @@ def test_generate_does_not_overwrite_its_prompts(folder):
     (folder / "link.jsonl").symlink_to(folder / "p.jsonl")
     given = {"stop": [], "prompt": None, "prompts": "p.jsonl", "chat": False}
     arguments = type("Arguments", (), given | {"out": "link.jsonl"})
-    assert "which --prompts names too" in _prompts(arguments)[1][0]
+    assert "which is also the file of --prompts" in _prompts(arguments)[1][0]
     assert not _prompts(type("Arguments", (), given | {"out": "texts.jsonl"}))[1]

@@ -30,7 +30,7 @@ def test_all_bad_lines_and_files_are_reported_at_once(mixed):
         opened(f"{mixed}/*")
     with pytest.raises(UserError) as in_preparing:
         prepare(f"{mixed}/*", str(mixed / "out.bin"))
-    wanted = ["a.jsonl, line 2 is no JSON", "holds no text in", "b.txt' is not UTF-8"]
+    wanted = ["a.jsonl, line 2 is not JSON", "has no text in", "b.txt' is not UTF-8"]
     for caught in (in_training, in_preparing):
         assert len(caught.value.problems) == len(wanted)
         for line, words in zip(caught.value.problems, wanted, strict=True):
@@ -59,7 +59,7 @@ def test_tokens_are_not_read_as_text(tmp_path):
     (tmp_path / "a.txt").write_text("plain text " * 20)
     prepare(str(tmp_path / "a.txt"), str(tmp_path / "a.bin"))
     (tmp_path / "bare.dat").write_bytes(np.arange(1, 100, dtype="<u2").tobytes())
-    for name, words in (("a.bin", "which holds tokens, as 'a.bin.json'"), ("bare.dat", "which has zero bytes")):
+    for name, words in (("a.bin", "contains tokens according to 'a.bin.json'"), ("bare.dat", "which has zero bytes")):
         path = tmp_path / name
         [line] = check(DataOptions(source="text", path=str(path)))
         assert words in line
@@ -86,13 +86,13 @@ def test_lines_become_an_error_and_an_error_its_lines():
 
 
 def test_what_is_wrong_with_every_line_is_said_once(tmp_path):
-    no_text = "data.text_field: got 'text', which holds no text in {}; allowed there: "
+    no_text = "data.text_field: got 'text', which has no text in {}; allowed there: "
     for row, said in (
         ('{"texts": "a"}', f"{no_text}texts; did you mean 'texts'?"),
         ('{"a": 1}', f"{no_text}nothing; nearest: lines like"),
         ("[1]", f"{no_text}nothing; nearest: lines like"),
-        ('{"text": "\\ud800"}', "data.path: {} escapes half of a surrogate pair; allowed: whole characters; nearest: "),
-        ("no", "data.path: {} is no JSON in UTF-8 (Expecting value: line 1 column 1 (char 0)); allowed: one JSON "),
+        ('{"text": "\\ud800"}', "data.path: {} escapes half of a surrogate pair; allowed: complete characters"),
+        ("no", "data.path: {} is not JSON in UTF-8 (Expecting value: line 1 column 1 (char 0)); allowed: one JSON "),
     ):
         path = tmp_path / "a.jsonl"
         for num, places in ((1, f"{path}, line 2"), (30, f"{path}, line 2 and others")):

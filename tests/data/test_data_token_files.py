@@ -82,12 +82,12 @@ def test_large_vocabulary_takes_four_bytes_and_brings_its_tokenizer(tmp_path):
 def test_ids_past_the_vocabulary_name_file_id_place_and_need(tmp_path, text):
     path = tmp_path / "out.bin"
     prepare(text, str(path))
-    with pytest.raises(UserError, match=r"out.bin' holds id 256 at token 14; .*below .*256; nearest: set it to 257"):
+    with pytest.raises(UserError, match=r"out.bin' contains id 256 at token 14; .*below .*256; nearest: set it to 257"):
         opened(path, vocab_size=256)
     ids = np.fromfile(path, "<u2")
     ids[20] = 999
     ids.tofile(path)
-    with pytest.raises(UserError, match=r"holds id 999 at token 20.*nearest: set it to 1000"):
+    with pytest.raises(UserError, match=r"contains id 999 at token 20.*nearest: set it to 1000"):
         opened(path)
     ids[:] = 3
     ids.tofile(path)
@@ -108,7 +108,7 @@ def test_scan_looks_at_every_chunk_and_samples_only_huge_files(tmp_path, text, m
         changed[place] = 300
         changed.tofile(path)
         digest, problem = token_files.scan(path, described, 257)
-        assert f"holds id 300 at token {place};" in problem
+        assert f"contains id 300 at token {place};" in problem
         assert digest != whole
     monkeypatch.setattr(token_files, "_WHOLE_UP_TO_BYTES", 8)
     monkeypatch.setattr(token_files, "_NUM_SAMPLED_CHUNKS", 2)
@@ -121,7 +121,7 @@ def test_scan_looks_at_every_chunk_and_samples_only_huge_files(tmp_path, text, m
 @pytest.mark.parametrize(
     "change, message",
     [
-        (lambda found: found | {"num_tokens": 7}, "its description says 7 tokens in 14 bytes"),
+        (lambda found: found | {"num_tokens": 7}, "its description has 7 tokens in 14 bytes"),
         (lambda found: found | {"dtype": "uint8"}, "got 'uint8'; allowed: uint16, uint32"),
         (lambda found: found | {"end_id": "256"}, "must be an object with dtype"),
         (lambda found: {}, "must be an object with"),
@@ -136,7 +136,7 @@ def test_wrong_descriptions_are_seen_without_reading_tokens(tmp_path, text, chan
     with pytest.raises(UserError, match=message):
         raise UserError(*problems)
     sidecar.write_text("{")
-    assert "is no JSON" in check(DataOptions(source="tokens", path=str(tmp_path / "out.bin")))[0]
+    assert "is not JSON" in check(DataOptions(source="tokens", path=str(tmp_path / "out.bin")))[0]
 
 
 def test_files_of_different_tokenizers_do_not_mix(tmp_path, text):
@@ -151,7 +151,7 @@ def test_prepare_does_not_overwrite_unasked(tmp_path, text):
     prepare(text, str(out))
     (tmp_path / "a.txt").write_text("another text")
     before = out.read_bytes()
-    with pytest.raises(UserError, match=r"out.bin' is there already; .*nearest: --overwrite"):
+    with pytest.raises(UserError, match=r"out.bin' already exists; .*nearest: --overwrite"):
         prepare(text, str(out))
     assert out.read_bytes() == before
     prepare(text, str(out), overwrite=True)
@@ -166,9 +166,9 @@ def test_a_failed_prepare_leaves_nothing(tmp_path, text, monkeypatch):
     with pytest.raises(UserError, match=r"cannot be written.*No space left"):
         prepare(text, str(tmp_path / "out.bin"))
     assert not list(tmp_path.glob("out.bin*"))
-    with pytest.raises(UserError, match="does not exist; allowed: a file in a folder that does; nearest: create it"):
+    with pytest.raises(UserError, match="does not exist; allowed: a file in an existing folder; nearest: create it"):
         prepare(text, str(tmp_path / "nowhere" / "out.bin"))
-    with pytest.raises(UserError, match="is also read as text"):
+    with pytest.raises(UserError, match="is also an input file"):
         prepare(str(tmp_path / "a.txt"), str(tmp_path / "a.txt"), overwrite=True)
     assert (tmp_path / "a.txt").read_text() == "first document"
 

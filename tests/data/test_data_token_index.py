@@ -77,9 +77,9 @@ def test_a_changed_file_is_read_again_at_once(path):
         before = opened(path).fingerprint
     ids[0] = 999
     ids.tofile(path)
-    with pytest.raises(UserError, match="holds id 999 at token 0"):
+    with pytest.raises(UserError, match="contains id 999 at token 0"):
         opened(path)
-    with pytest.raises(UserError, match="holds id 999 at token 0"):
+    with pytest.raises(UserError, match="contains id 999 at token 0"):
         opened(path)
 
 

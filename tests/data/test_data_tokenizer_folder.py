@@ -22,11 +22,11 @@ def test_a_folder_is_its_tokenizer_json_with_its_end_token(tmp_path):
 
 
 def test_a_wrong_folder_is_one_line(tmp_path):
-    with pytest.raises(UserError, match=r"a folder that holds no tokenizer.json; allowed: bytes, or the path of"):
+    with pytest.raises(UserError, match=r"a folder without tokenizer.json; allowed: bytes, or the path of"):
         file_tokenizer(str(tmp_path))
     shutil.copy(FOLDER / "tokenizer.json", tmp_path)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
-    with pytest.raises(UserError, match=r"names '</s>' as its eos_token, which its tokenizer.json lacks"):
+    with pytest.raises(UserError, match=r"has the eos_token '</s>', which is not in its tokenizer.json"):
         file_tokenizer(str(tmp_path))
     assert file_tokenizer(str(tmp_path), "<|im_end|>").end_id == 2
     (tmp_path / "tokenizer_config.json").write_text("[")

@@ -82,21 +82,27 @@ def test_shares_that_would_take_too_long_have_near_ones_that_are_accepted(folder
 def test_weights_of_many_digits_have_a_short_line_and_a_fix_that_is_accepted(folder, weight):
     [line] = problems(f"web.txt:{weight}, code.txt:3")
     assert len(line) < 200
-    assert "samples; allowed: after at most 100,000, as shares of four digits are; nearest: web.txt:" in line
+    assert (
+        "; allowed: a common denominator of at most 100,000, as for shares with four digits; nearest: web.txt:"
+    ) in line
     assert not problems(line.rpartition("nearest: ")[2])
 
 
 def test_names_that_stand_twice_and_files_of_both_kinds(folder):
     found = problems("web.txt:1, web.bin:2", "code.txt, x=many/*.txt, x=held.txt, web.txt, none.txt")
     assert found == [
-        "data.path: got 'web' twice as a name; allowed: one each; nearest: web2=web.bin",
-        "data.validation_path: got 'x' twice as a name; allowed: one each; nearest: x3=held.txt",
+        "data.path: got 'web' as the name of two sets; allowed: a different name for each; nearest: web2=web.bin",
+        (
+            "data.validation_path: got 'x' as the name of two sets; allowed: a different name for each; nearest: "
+            "x3=held.txt"
+        ),
         found[2],
-        "data.validation_path: got 'web.txt', which data.path names too; allowed: files that are not trained on; "
+        "data.validation_path: got 'web.txt', which data.path also lists; allowed: files that are not in the training "
+        "data; "
         "nearest: leave it out",
     ]
     assert found[2].startswith("data.validation_path: got 'none.txt', which does not exist")
-    assert "data.validation_path: got 'web.bin', which holds tokens" in problems("web.txt", "web.bin")[0]
+    assert "data.validation_path: got 'web.bin', which contains tokens" in problems("web.txt", "web.bin")[0]
 
 
 @pytest.mark.parametrize(("source", "ending"), [("text", "txt"), ("tokens", "bin"), ("chat", "jsonl")])
@@ -131,7 +137,7 @@ def test_the_line_at_the_start_says_sequences_and_tokens(folder):
     web, lines = data.summary.split("; ")
     assert web.startswith(f"web 50.00% of sequences, {tokens[0] / sum(tokens):.2%} of tokens, text of web.txt: 1,001 ")
     assert lines.startswith(f"lines 50.00% of sequences, {tokens[1] / sum(tokens):.2%} of tokens, text of lines.jsonl")
-    with pytest.raises(UserError, match=r"^data: 3 tokens are left for training"):
+    with pytest.raises(UserError, match=r"^data: only 3 tokens for training"):
         opened("text", "web.txt:1, short.txt:1", validation_fraction=0.0)
 
 
@@ -150,13 +156,13 @@ def test_token_files_of_two_tokenizers_are_no_mixture(folder):
     with pytest.raises(UserError) as caught:
         opened("tokens", "web.bin:1, code.bin:1", validation_path="held.bin")
     assert caught.value.problems[0].startswith(
-        "data.validation_path: got 'held.bin' of another tokenizer than 'web.bin'"
+        "data.validation_path: got 'held.bin', prepared with another tokenizer than 'web.bin'"
     )
 
 
 def test_an_evaluation_by_file_has_no_weights(folder):
     asked = DataRequest({}, {}, 16, 257, 0)
-    with pytest.raises(UserError, match=r"each file is scored by itself; .* nearest: web.txt,code.txt"):
+    with pytest.raises(UserError, match=r"this command scores each file separately; .* nearest: web.txt,code.txt"):
         SOURCES["text"].open_files(DataOptions(source="text", path="web.txt:1, code.txt:2"), asked)
     whole = SOURCES["text"].open_files(DataOptions(source="text", path="web.txt", validation_path="held.txt"), asked)
     assert list(whole) == ["web.txt"]

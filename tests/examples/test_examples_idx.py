@@ -67,37 +67,46 @@ BROKEN = {
     "labels for images": ({"images": LABELS_FILE}, "a file of labels; allowed: 0x00000803"),
     "labels under the name of images, both": (
         {"images": LABELS_FILE, "labels": IMAGES_FILE},
-        "nearest: the other file",
+        "nearest: the other of the two files",
     ),
-    "labels too long": ({"labels": LABELS_FILE + b"\0" * 3}, "has 16 bytes, and its header says 8 + 5 bytes; allowed"),
+    "labels too long": (
+        {"labels": LABELS_FILE + b"\0" * 3},
+        "has 16 bytes, but according to its header 8 + 5 bytes; allowed",
+    ),
     "images for labels": ({"labels": IMAGES_FILE}, "a file of images; allowed: 0x00000801"),
     "no labels": ({"labels": None}, "'{folder}/a-labels-idx1-ubyte', which does not exist; allowed: a file of labels"),
-    "floats": ({"images": idx(PIXELS, 0x0D03)}, "begins with 0x00000d03; allowed: 0x00000803"),
-    "little-endian": ({"images": IMAGES_FILE[3::-1] + IMAGES_FILE[4:]}, "begins with 0x03080000"),
-    "a picture": ({"images": b"\x89PNG\r\n\x1a\n" * 9}, "begins with 0x89504e47"),
-    "one byte": ({"images": b"\0"}, "begins with 0x00; allowed"),
+    "floats": ({"images": idx(PIXELS, 0x0D03)}, "starts with 0x00000d03; allowed: 0x00000803"),
+    "little-endian": ({"images": IMAGES_FILE[3::-1] + IMAGES_FILE[4:]}, "starts with 0x03080000"),
+    "a picture": ({"images": b"\x89PNG\r\n\x1a\n" * 9}, "starts with 0x89504e47"),
+    "one byte": ({"images": b"\0"}, "starts with 0x00; allowed"),
     "cut in its header": ({"images": IMAGES_FILE[:10]}, "ends within its header, after 10 bytes"),
-    "cut": ({"images": IMAGES_FILE[:-1]}, "has 75 bytes, and its header says 16 + 5 x 4 x 3 bytes"),
-    "too long": ({"images": IMAGES_FILE + b"\0"}, "has 77 bytes, and its header says 16 + 5 x 4 x 3 bytes"),
-    "no image": ({"images": struct.pack(">4I", IMAGES, 0, H, W)}, "says 0 x 4 x 3 bytes; allowed: sizes above 0"),
+    "cut": ({"images": IMAGES_FILE[:-1]}, "has 75 bytes, but according to its header 16 + 5 x 4 x 3 bytes"),
+    "too long": ({"images": IMAGES_FILE + b"\0"}, "has 77 bytes, but according to its header 16 + 5 x 4 x 3 bytes"),
+    "no image": ({"images": struct.pack(">4I", IMAGES, 0, H, W)}, "has 0 x 4 x 3 bytes; allowed: sizes above 0"),
     "fewer labels": (
         {"labels": idx(NUMBERS[:4])},
-        "with 5 images and 'a-labels-idx1-ubyte' with 4 labels; allowed: as",
+        "with 5 images and 'a-labels-idx1-ubyte' with 4 labels; allowed: equal",
     ),
     "a huge claim, compressed": (
         {"images": gzip.compress(struct.pack(">4I", IMAGES, MOST, MOST, MOST))},
-        "says 16 + 4294967295 x 4294967295 x 4294967295 bytes; allowed: whole IDX files",
+        "according to its header 16 + 4294967295 x 4294967295 x 4294967295 bytes; allowed: complete IDX files",
     ),
     "a header that is no gzip": ({"images": b"\x1f\x8b" + bytes(50)}, "is damaged (Unknown compression method)"),
     "compressed, cut in its header": (
         {"images": gzip.compress(IMAGES_FILE)[:12]},
-        "ends before its compressed data do",
+        "ends before the end of its compressed data",
     ),
 }
 BROKEN_INSIDE = {
-    "compressed, cut": (gzip.compress(IMAGES_FILE)[:-12], "ends before its compressed data do"),
-    "compressed, too short": (gzip.compress(IMAGES_FILE[:-1]), "holds 59 bytes of data, and its header says 5 x 4 x 3"),
-    "compressed, too long": (gzip.compress(IMAGES_FILE + b"\0"), "holds more bytes of data, and its header says 5 x 4"),
+    "compressed, cut": (gzip.compress(IMAGES_FILE)[:-12], "ends before the end of its compressed data"),
+    "compressed, too short": (
+        gzip.compress(IMAGES_FILE[:-1]),
+        "contains 59 bytes of data, but according to its header 5 x 4 x 3",
+    ),
+    "compressed, too long": (
+        gzip.compress(IMAGES_FILE + b"\0"),
+        "contains more bytes of data, but according to its header 5 x 4",
+    ),
     "compressed, another checksum": (gzip.compress(IMAGES_FILE)[:-8] + bytes(8), "is damaged (CRC check failed"),
 }
 
@@ -142,6 +151,6 @@ def test_what_is_no_file_is_one_line(tmp_path):
     path = write(tmp_path, labels=None)
     os.mkfifo(labels_of(path))
     _, [line] = find_images(str(path), "data.path")
-    assert "', a pipe; allowed: a file of labels, beside the images; nearest: " in line
+    assert "', a pipe; allowed: a file of labels, in the folder of the images; nearest: " in line
     with pytest.raises(UserError, match="a pipe"):
         read(labels_of(path), LABELS, "data.path")

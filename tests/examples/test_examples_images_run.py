@@ -112,9 +112,17 @@ def lines(given, **keywords):
 @pytest.mark.parametrize(
     "task, changes, said",
     [
-        ("convnet", {}, "data.source: got python with task=convnet, which takes images; allowed: digits, idx, or pack"),
+        (
+            "convnet",
+            {},
+            "data.source: got python with task=convnet, which trains on images; allowed: digits, idx, or pack",
+        ),
         ("convnet", {"data.source": "synthetic"}, "data.source: got synthetic with task=convnet"),
-        ("decoder", {"data.source": "digits"}, "data.source: got digits with task=decoder, which takes packed tokens;"),
+        (
+            "decoder",
+            {"data.source": "digits"},
+            "data.source: got digits with task=decoder, which trains on packed tokens;",
+        ),
         (
             "convnet",
             {"model.num_groups": "5"},
@@ -122,7 +130,11 @@ def lines(given, **keywords):
         ),
         ("convnet", {"model.dropout_rate": "1"}, "model.dropout_rate: got 1.0; allowed: 0 to below 1; nearest: 0.9"),
         ("convnet", {"model.max_shift": "8"}, "model.max_shift: got 8; allowed: 0 to 7, below model.height"),
-        ("convnet", {"mesh.pipeline": "2"}, "mesh.pipeline: got 2, and this task has no stages; allowed: 1; nearest:"),
+        (
+            "convnet",
+            {"mesh.pipeline": "2"},
+            "mesh.pipeline: got 2, but this task has no pipeline stages; allowed: 1; nearest:",
+        ),
         (
             "convnet",
             {"mesh.tensor": "3"},
@@ -141,7 +153,7 @@ def lines(given, **keywords):
         (
             "convnet",
             {"data.chat_template": "t"},
-            "data.chat_template: got 't' with data.source=digits, whose models answer no messages;",
+            "data.chat_template: got 't' with data.source=digits, whose models do not answer messages;",
         ),
         (
             "convnet",

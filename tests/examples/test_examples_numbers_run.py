@@ -91,6 +91,6 @@ def test_a_task_without_sources_is_told_which_has_them():
     with pytest.raises(UserError) as caught:
         open_data(config, Task(init=dict, loss=len, batch=token_batch(4, 8)))
     assert str(caught.value) == (
-        "data.source: got numbers, pairs of a source and a target, with a task whose batch has no 'source_tokens'; "
+        "data.source: got numbers (pairs of a source and a target) with a task whose batch has no 'source_tokens'; "
         "allowed: a task whose batch has source_tokens and tokens; nearest: task=seq2seq"
     )

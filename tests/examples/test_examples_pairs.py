@@ -70,7 +70,7 @@ def test_a_row_is_closed_where_the_next_pair_does_not_fit(capacities):
     [
         (
             (list(range(16)), [1]),
-            r"^data: pair 60 has 17 tokens of source and 2 of target, .* model\.source_length=17,",
+            r"^data: pair 60 has 17 source tokens and 2 target tokens, .* model\.source_length=17,",
         ),
         (([1], list(range(11))), r"^data: pair 60 has 2 .* allowed: at most 16 and 11; nearest: sequence_length=12,"),
     ],

@@ -72,8 +72,8 @@ BROKEN = [
     ({"prompt": "a", "chosen": "b", "reject": "c"}, "did you mean 'reject'?"),
     ({"chosen": "b", "rejected": "c"}, "line 2: got null for 'prompt'"),
     ({"prompt": [{"role": "user", "content": "a"}], "chosen": [], "rejected": [{"role": "assistant", "content": "c"}]},
-     "line 2: got no message of the assistant for 'chosen'"),
-    ("{", "line 2: got no JSON in UTF-8"),
+     "line 2: got no assistant message for 'chosen'"),
+    ("{", "line 2: got not JSON in UTF-8"),
     ([], "line 2: got list; allowed: a JSON object with 'prompt', 'chosen' and 'rejected'"),
 ]  # fmt: skip
 

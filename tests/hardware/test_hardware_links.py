@@ -77,8 +77,8 @@ def test_another_platform_is_refused_by_name(measured_on, planned):
 @pytest.mark.parametrize(
     "content, said",
     [
-        ("", "is no JSON"),
-        ("[" * 100_000, "is no JSON"),
+        ("", "is not JSON"),
+        ("[" * 100_000, "is not JSON"),
         ([], "has no platform and no links"),
         ({"platform": "cpu"}, "has no links"),
         ({"platform": "cpu", "links": []}, "the machine was busy"),

@@ -219,21 +219,23 @@ def test_one_pair_for_queries_keys_and_values_is_merged_into_each(tmp_path):
 GPT2 = str(FIXTURES / "gpt2")
 WRONG = {
     "rank": ({}, {"init_base": GPT2, "lora": LoraOptions(rank=4, alpha=3.0, targets="query|key|value")},
-             "got adapters unlike those of lora; allowed: equal ones, or lora.rank=0, which merges them; nearest: "
+             "got adapters that differ from the options in lora; allowed: equal options, or lora.rank=0, which merges "
+             "them; nearest: "
              "--config.lora.rank=2"),
     "all": ({"use_rslora": True}, {"init_base": GPT2, "lora": LoraOptions(rank=2)}, "--config.lora.alpha=3.0 "
             "'--config.lora.targets="
             "^layers/attention/query$|^layers/attention/key$|^layers/attention/value$' "
             "--config.lora.rank_stabilized=True"),
-    "base": ({"base_model_name_or_path": "openai/gpt2"}, {}, "got adapters of 'openai/gpt2', which is no folder here; "
-             "allowed: the model beneath them, or a run with it; nearest: --config.init_base=DIR"),
-    "no base": ({"base_model_name_or_path": None}, {}, "got adapters of '', which is no folder"),
-    "another base": ({}, {"init_base": str(FIXTURES / "llama")}, "model.mlp_dim: got 128, and the model in"),
-    "scales": ({"alpha_pattern": {"c_attn": 9}}, {}, "adapter_config.json: c_attn: got the scale 4.5 by its patterns, "
-               "and 1.5 by r and lora_alpha; allowed: "),
+    "base": ({"base_model_name_or_path": "openai/gpt2"}, {}, "got adapters of 'openai/gpt2', which is not a folder on "
+             "this machine; allowed: the base model of the adapters, or a run with it; nearest: --config.init_base="),
+    "no base": ({"base_model_name_or_path": None}, {}, "got adapters of '', which is not a folder"),
+    "another base": ({}, {"init_base": str(FIXTURES / "llama")}, "model.mlp_dim: got 128, but the model in"),
+    "scales": ({"alpha_pattern": {"c_attn": 9}}, {}, ("adapter_config.json: c_attn: got the scale 4.5 according to the "
+               "patterns, but 1.5 according to r and "
+        "lora_alpha; allowed: ")),
     "start": ({"init_lora_weights": "pissa"}, {}, "adapter_config.json: init_lora_weights: got 'pissa'; allowed: "),
     "kind": ({"r": None}, {}, "adapter_config.json: r: got nothing; allowed: int; nearest: "),
-    "task": ({}, {"model": Seq2SeqOptions(), "task": "seq2seq"}, "got adapters of peft with task=seq2seq"),
+    "task": ({}, {"model": Seq2SeqOptions(), "task": "seq2seq"}, "got peft adapters with task=seq2seq"),
 }  # fmt: skip
 
 
@@ -304,7 +306,7 @@ def test_a_run_states_that_one_lora_a_of_several_matrices_becomes_several(name, 
         assert preflight.check(config, tmp_path / "run", 0) == []
         base_weights.refuse_other_weights(assemble(config, dict.fromkeys(AXES, 1), jax.devices()), tmp_path / "run")
         said = capsys.readouterr().err
-        one = "layers/attention/query, layers/attention/key, layers/attention/value share one lora_A, and this"
+        one = "layers/attention/query, layers/attention/key, layers/attention/value share a lora_A, but this"
         assert said.count(one) == bool(lora.rank)
 
 
@@ -348,7 +350,7 @@ def test_after_training_the_merged_export_computes_what_the_run_does_and_not_the
     assert hugging_face.main(["export", f"--workdir={tmp_path / 'run'}", f"--to={merged}", "--dtype=float32"]) == 0
     assert hugging_face.main(["export", f"--workdir={tmp_path / 'run'}", f"--to={peft}", "--adapters"]) == 0
     said = capsys.readouterr().out.splitlines()[-1]
-    assert said.endswith(f"adapters of a {folder.open_folder(merged).model.family}; beneath: {FIXTURES / name}")
+    assert said.endswith(f"adapters of a {folder.open_folder(merged).model.family}; base model: {FIXTURES / name}")
     shutil.copy(FIXTURES / name / "expected.npz", merged)
     got, of_base = logits_of(merged, dict.fromkeys(AXES, 1))
     with np.load(merged / "expected.npz") as file:

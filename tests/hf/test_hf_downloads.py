@@ -102,7 +102,7 @@ def test_a_pointer_of_git_lfs_is_named_with_the_command(name, tmp_path):
     copied = shutil.copytree(FIXTURES / fixture, tmp_path / "a copy")
     (copied / name).write_text(POINTER)
     lines = lines_of(file_tokenizer, str(copied)) if name == "tokenizer.json" else lines_of(folder.open_folder, copied)
-    line = f"{copied / name}: got a pointer of Git LFS; allowed: the file's content; nearest: "
+    line = f"{copied / name}: got a Git LFS pointer; allowed: the file's content; nearest: "
     assert f"{line}git -C '{copied}' lfs pull" in lines[0]
     gc.collect()  # an open file would be a warning, and so an error
 
@@ -131,7 +131,7 @@ def test_a_leftover_statement_of_quantization_is_a_warning(name, tmp_path, capsy
     if name != "llama-bf16-sharded":
         return
     hugging_face.main(["import", str(came), f"--to={run}"])
-    warning = f"{came}: config.json has quantization_config, and no tensor is quantized; it is ignored"
+    warning = f"{came}: config.json has quantization_config, but no tensor is quantized; this key is ignored"
     assert capsys.readouterr().err.count(warning) == 1
     hugging_face.main(["export", f"--workdir={run}", f"--to={out}"])
     assert "quantization_config" not in json.loads((out / "config.json").read_text())
@@ -159,5 +159,5 @@ def test_the_configuration_of_a_folder_without_weights_states_that_there_are_non
     printed = capsys.readouterr()
     assert "init_from" not in printed.out
     assert (
-        f"WARNING: {tmp_path}: got no safetensors file, so a run begins with random weights; nearest: " in printed.err
+        f"WARNING: {tmp_path}: got no safetensors file, so a run starts with random weights; nearest: " in printed.err
     )

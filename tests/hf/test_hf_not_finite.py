@@ -12,7 +12,7 @@ from meshtrain.hf import adapters, export, folder, names, tensor_files
 from tests.hf.models import FIXTURES, NAMES
 
 ONE = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-ENDING = "; what the model computes may be NaN"
+ENDING = "; the model's outputs may be NaN"
 
 
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16, np.float16, np.float64])

@@ -20,7 +20,7 @@ from meshtrain.sharding.rules import AXES
 from tests.hf.models import DATA, FIXTURES, NAMES, logits_of
 
 ONE = dict.fromkeys(AXES, 1)
-WARNING = "config.json has tie_word_embeddings=true, and {} differs from the embedding table; it is read as a separate"
+WARNING = "config.json has tie_word_embeddings=true, but {} differs from the embedding table; it is used as a separate"
 
 
 def tied(name, target, *, equal=False, dtype=None):
@@ -124,7 +124,7 @@ def test_a_run_and_adapters_on_such_a_folder_take_the_separate_head(tmp_path, ca
     np.testing.assert_array_equal(np.asarray(params["head"]["kernel"])[:, : len(wanted)], wanted.T)
     tied_model = Config(**given | {"model": describe_model(FIXTURES / "gpt2").options})
     [line] = weights.weights_problems(tied_model, base)
-    assert line.startswith("model.tied_embeddings: got True, and the model in ")
+    assert line.startswith("model.tied_embeddings: got True, but the model in ")
 
 
 def test_the_printed_configuration_is_untied(tmp_path, capsys):

@@ -59,7 +59,7 @@ def test_a_crafted_header_is_one_line(name, tmp_path):
     found, [line] = tensor_files.tensors(tmp_path)
     assert found == {}
     assert line.startswith(f"{path}: not safetensors (")
-    assert line.endswith("; allowed: a whole file of that format; nearest: download it again")
+    assert line.endswith("; allowed: a complete safetensors file; nearest: download it again")
 
 
 def test_each_damaged_file_is_a_line(tmp_path):
@@ -184,4 +184,4 @@ def test_a_tensor_in_two_files_without_an_index_is_refused(tmp_path):
     for name in ("a", "b"):
         write(tmp_path / f"{name}.safetensors", entry())
     [line] = tensor_files.tensors(tmp_path)[1]
-    assert "b.safetensors: w: it is in a.safetensors, too" in line
+    assert "b.safetensors: w: it is also in a.safetensors" in line

@@ -113,5 +113,5 @@ def test_only_feedback_has_a_residual():
 )
 def test_top_k_at_a_share_of_half_the_replicas_inverse_is_larger_than_int8(kept, num_replicas, is_scattered, larger):
     found = made("topk", kept=kept).advice(num_replicas, is_scattered)
-    assert [change for _, change in found] == ["reduction.name=int8, which loses less as well"] * larger
+    assert [change for _, change in found] == ["reduction.name=int8, which also loses less precision"] * larger
     assert not made("int8").advice(num_replicas, is_scattered)

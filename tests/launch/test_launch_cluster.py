@@ -92,7 +92,7 @@ def test_by_hand_or_alone():
     assert dataclasses.astuple(found) == ("[::1]:1234", 2, 1, None, ())
     assert (found.host, found.port) == ("::1", 1234)
     assert meeting({}) is None
-    with pytest.raises(UserError, match="got gketpu, where only JAX knows the others"):
+    with pytest.raises(UserError, match="got gketpu, where only JAX can determine the other processes"):
         meeting({"JAX_PLATFORMS": "tpu", "TPU_WORKER_HOSTNAMES": "a,b"})
 
 

@@ -137,15 +137,17 @@ class Card:
 
 
 def test_too_few_devices_are_refused_with_a_way_out():
-    with pytest.raises(UserError, match=r"got 16 devices; .* 8 CPU .*meshtrain\.simulate\(16\)"):
+    with pytest.raises(UserError, match=r"got 16 devices; .* 8 .*CPU .*meshtrain\.simulate\(16\)"):
         distributed.choose(jax.devices(), 16, 1)
-    with pytest.raises(UserError, match=r"got 16 devices; .* at most the 4 NVIDIA H100 GPU .*JAX_PLATFORMS=cpu"):
+    with pytest.raises(
+        UserError, match=r"got 16 devices; .* at most the 4 available NVIDIA H100 GPU .*JAX_PLATFORMS=cpu"
+    ):
         distributed.choose([Card()] * 4, 16, 1)
 
 
 @pytest.mark.parametrize("needed", [4, 16])
 def test_several_processes_must_have_exactly_as_many(needed):
-    with pytest.raises(UserError, match=rf"got {needed} devices; allowed: exactly the 8 .* of the 2 processes"):
+    with pytest.raises(UserError, match=rf"got {needed} devices; allowed: exactly the 8 .* devices of the 2 processes"):
         distributed.choose(jax.devices(), needed, 2)
     assert distributed.choose(jax.devices(), 8, 2) == (jax.devices(), [])
 
@@ -173,7 +175,7 @@ assert len(start(3, is_open=True)[0]) == 3
 run(lambda: start(7) and 1)
 """
     _, errors = finish(launch(code, HOME=str(tmp_path), CUDA_VISIBLE_DEVICES=""), code=2)
-    assert errors.startswith("meshtrain: error: mesh: got 7 devices; allowed: at most the 6 CPU devices")
+    assert errors.startswith("meshtrain: error: mesh: got 7 devices; allowed: at most the 6 available CPU devices")
     assert len(errors.splitlines()) == 1
     assert list((tmp_path / ".cache/meshtrain/jax").glob("jit_*"))
 
@@ -210,8 +212,8 @@ run(lambda: meshtrain.simulate(4))
 """
     _, errors = finish(launch(code, CUDA_VISIBLE_DEVICES=""), code=2)
     assert errors == (
-        "meshtrain: error: simulate: got 4 devices, and JAX has started with 3 x cpu; allowed: before anything uses "
-        "JAX; nearest: restart Python, and call simulate(4) first\n"
+        "meshtrain: error: simulate: got 4 devices, but JAX has already started with 3 x cpu; allowed: a call "
+        "before anything uses JAX; nearest: restart Python, and call simulate(4) first\n"
     )
 
 
@@ -254,7 +256,7 @@ def test_flags_that_xla_would_end_the_process_for_are_a_line(flags, said, monkey
     with pytest.raises(UserError) as refusal:
         distributed.start(8)
     [line] = refusal.value.problems
-    assert line.startswith(f"XLA_FLAGS: got {flags}; allowed: what XLA takes ({said}")
+    assert line.startswith(f"XLA_FLAGS: got {flags}; allowed: flags that XLA accepts ({said}")
 
 
 def test_two_processes_meet_and_share_the_devices(tmp_path):
@@ -289,7 +291,7 @@ def test_of_two_processes_with_one_number_each_says_so_in_a_line_and_no_stack():
     ended = [process.communicate(timeout=120)[1].splitlines() for process in started]
     assert sorted(process.returncode for process in started) == [2, 2, 4]
     assert ended[0][-1] == (
-        "meshtrain: error: processes: 127.0.0.1 reports that it is process 1, and so does another process; "
+        "meshtrain: error: processes: 127.0.0.1 and another process both report that they are process 1; "
         "allowed: each number once; nearest: start each process once, with its own JAX_PROCESS_ID"
     )
     assert {line.split(": ")[1] for lines in ended for line in lines} <= {"error", "lost", "waiting"}, ended

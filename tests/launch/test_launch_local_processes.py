@@ -201,7 +201,7 @@ def test_one_that_is_killed_is_left_out_until_it_is_there_again(tmp_path):
     words = ("--min-processes=2", "--restarts=1", "--back-seconds=10")
     code, starts, err = starts_of(tmp_path, then, *words)
     assert (code, starts) == (0, ["44", "34", "44"]), err
-    assert "3 of 4 processes start, without 2\n" in err
+    assert "starting 3 of 4 processes, without 2\n" in err
     assert err.endswith("all processes are restarted\n")
 
 
@@ -210,7 +210,7 @@ def test_where_a_number_does_not_fit_one_less_is_started(tmp_path):
     words = ("--min-processes=2", "--restarts=1", "--back-seconds=99")
     code, starts, err = starts_of(tmp_path, then, *words)
     assert (code, starts) == (0, ["44", "34", "24"]), err
-    assert "2 of 4 processes start, without 0, 3\n" in err
+    assert "starting 2 of 4 processes, without 0, 3\n" in err
 
 
 def test_where_no_number_fits_it_ends(tmp_path):
@@ -218,7 +218,7 @@ def test_where_no_number_fits_it_ends(tmp_path):
     words = ("--min-processes=2", "--restarts=1", "--back-seconds=99")
     code, starts, err = starts_of(tmp_path, then, *words)
     assert (code, starts) == (69, ["44", "34", "24"]), err
-    assert "--min-processes: got 2, and neither 2 processes nor more of those that are left fit this run; " in err
+    assert "--min-processes: got 2, but this run fits neither 2 processes nor more of the remaining processes; " in err
 
 
 def test_on_gpus_each_that_is_left_keeps_its_own():

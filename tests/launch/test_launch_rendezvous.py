@@ -123,9 +123,9 @@ def test_a_wrong_number_is_refused_and_a_stranger_is_hung_up_on(threads):
         assert hub.exchange("a", 0, 2.0) == {0: 0, 1: 1}
         assert right.result(20) == {0: 0, 1: 1}
         said = [call.result(20) for call in calls]
-        assert "reports that it is process 1, and so does another process" in said[0]
-        assert "reports that it is process 0, and so does another process" in said[1]
-        assert "one of 4 processes, process 0 as one of 3" in said[2]
+        assert "and another process both report that they are process 1" in said[0]
+        assert "and another process both report that they are process 0" in said[1]
+        assert "one of 4 processes, but process 0 as one of 3" in said[2]
         assert sorted(hub.refused) == sorted(said)
         assert stranger.recv(1) == b""
 
@@ -214,7 +214,7 @@ def test_without_process_0_the_line_says_what_is_seen_and_the_wait_has_an_end(ca
 def test_a_name_that_does_not_resolve_is_one_line(address, index, soon):
     said = refusal(Meeting(address, 2, index))
     assert said.startswith(f"JAX_COORDINATOR_ADDRESS: got {address}, which does not resolve (")
-    assert said.endswith("; allowed: host:port of process 0; nearest: its IP address, or fix DNS")
+    assert said.endswith("; allowed: host:port of process 0; nearest: the IP address, or correct the DNS entry")
 
 
 def test_pods_wait_for_a_name(capsys, soon, monkeypatch):
@@ -228,14 +228,14 @@ def test_a_taken_port_and_a_second_process_0_are_one_line(soon):
     with Hub(first, {}):
         said = refusal(first)
     assert f"JAX_COORDINATOR_ADDRESS: got {first.address}, where process 0 cannot listen (Address already in" in said
-    assert "; nearest: another port, or JAX_PROCESS_ID=1 if process 0 is there already" in said
+    assert "; nearest: another port, or JAX_PROCESS_ID=1 if process 0 is already running" in said
 
 
 def test_two_processes_0_are_named_as_such(threads, soon):
     first, _ = meetings(2)
     calls = [threads.submit(refusal, first) for _ in range(2)]
     for call in calls:
-        assert "reports that it is process 0, and so does another process; allowed: each number" in call.result(20)
+        assert "and another process both report that they are process 0; allowed: each number" in call.result(20)
 
 
 def test_two_with_one_number_are_refused_and_named_by_its_variable(threads, soon):
@@ -243,7 +243,7 @@ def test_two_with_one_number_are_refused_and_named_by_its_variable(threads, soon
     slurm = {"SLURM_STEP_NODELIST": "node[1-3]", "SLURM_PROCID": "1"}
     calls = [threads.submit(meet, second, slurm) for _ in range(2)]
     said = refusal(first)
-    assert "reports that it is process 1, and so does another process; allowed: each number once" in said
+    assert "and another process both report that they are process 1; allowed: each number once" in said
     ends = [call.exception(20) for call in calls]
     assert sorted(type(end).__name__ for end in ends) == ["LostPeer", "UserError"]
     assert any("nearest: start each process once, with its own SLURM_PROCID" in str(end) for end in ends)
@@ -262,7 +262,7 @@ def test_one_that_comes_when_all_have_met_says_so_and_disturbs_nobody(capsys, so
         threads.submit(hangs_up)
         said = refusal(second)
         server.shutdown(socket.SHUT_RDWR)
-    assert "another program answers there, or a job that has its JAX_PROCESS_ID=1 already" in said
+    assert "another program answers, or a job that already has a process with JAX_PROCESS_ID=1" in said
 
 
 def test_one_that_ends_meanwhile_ends_all(threads, soon):
@@ -273,7 +273,7 @@ def test_one_that_ends_meanwhile_ends_all(threads, soon):
             call._connection.send("meet", None)
 
     calls = [threads.submit(refusal, second), threads.submit(leaves)]
-    assert refusal(first) == "process 2 has ended, before all processes had met"
+    assert refusal(first) == "process 2 has ended, before all processes were connected"
     assert "process 0 has ended" in calls[0].result(20)
     calls[1].result(20)
 
@@ -284,5 +284,5 @@ def test_one_that_has_ended_when_the_last_one_comes_ends_all(threads):
     with Member(second, 20) as gone:
         gone._connection.send("meet", None)
     time.sleep(0.5)  # process 0 reads that it is gone
-    assert refusal(third) == "process 0 has ended, before all processes had met"
-    assert call.result(20) == "process 1 has ended, before all processes had met"
+    assert refusal(third) == "process 0 has ended, before all processes were connected"
+    assert call.result(20) == "process 1 has ended, before all processes were connected"

@@ -49,7 +49,7 @@ def test_a_signal_ends_a_busy_start_at_once_and_undoes_what_it_made(tmp_path, nu
     code, said = stopped(tmp_path, number)
     assert code == 75
     assert said == (
-        "meshtrain: interrupted: before the first step, so nothing is lost; the same command starts again\n"
+        "meshtrain: interrupted: before the first step, so nothing is lost; the same command starts the run again\n"
     )
     assert not (tmp_path / "litter").exists()
 
@@ -186,7 +186,7 @@ def test_a_signal_during_imports_ends_with_a_documented_code_and_no_traceback(co
     assert process.stdout.readline() == "started\n"
     process.send_signal(number)
     _, said = process.communicate(timeout=60)
-    line = "meshtrain: interrupted: before the first step, so nothing is lost; the same command starts again\n"
+    line = "meshtrain: interrupted: before the first step, so nothing is lost; the same command starts the run again\n"
     assert (process.returncode, said) == (code, line if command == "train" else "")
 
 

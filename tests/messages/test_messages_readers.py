@@ -91,7 +91,7 @@ def test_an_exception_is_shown_with_its_case(capsys, monkeypatch):
     *shown, last = capsys.readouterr().out.splitlines()
     assert any(line.startswith("KeyError") for line in shown)
     assert last.startswith("20 cases of 1 readers: ")
-    assert last.endswith(" exceptions but the user error")
+    assert last.endswith(" exceptions other than user errors")
 
 
 def test_a_seed_changes_files_in_the_same_way():

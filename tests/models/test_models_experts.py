@@ -339,4 +339,7 @@ def test_parameters_and_work_are_counted_in_total_and_active():
     embedding = 11 * WIDTH
     products = task.flops_per_token - task.attention_flops_per_token
     assert products == 6 * (task.num_active_parameters - embedding)
-    assert task.parameters_text == f"{task.num_parameters:,} parameters, {task.num_active_parameters:,} of them active"
+    assert (
+        task.parameters_text
+        == f"{task.num_parameters:,} parameters, of which {task.num_active_parameters:,} are active"
+    )

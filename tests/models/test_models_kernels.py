@@ -51,7 +51,7 @@ def test_the_width_is_that_of_one_device():
     wide = dataclasses.replace(MODEL, moe=dataclasses.replace(MODEL.moe, expert_dim=64))
     assert by(wide, "cuda", tensor=4, expert=2).by == "products by Pallas"
     found = by(wide, "gpu", tensor=8)
-    why = "the kernels need widths on a device that are multiples of 16"
+    why = "the kernels need widths per device that are multiples of 16"
     assert (found.by, found.why.split(",")[0]) == (LOOP, why)
     assert by(wide, "cpu") == Kernel("experts", LOOP, "there is no kernel for cpu")
     dense = dataclasses.replace(MODEL, moe=dataclasses.replace(MODEL.moe, num_experts=0))

@@ -123,7 +123,7 @@ def case(head_dim, lengths, dtype, platform, *, documents=False, memory=False, a
         (case(64, (128, 1280), jnp.bfloat16, "tpu", memory=True), "splash", "supports it"),
         (case(128, LONG, jnp.float32, "tpu"), "blockwise", "supports only bfloat16"),
         (case(128, FAR, jnp.bfloat16, "tpu"), "blockwise", "multiples of 128"),
-        (case(80, (512, 512), jnp.bfloat16, "tpu"), "xla", "small below 1,024"),
+        (case(80, (512, 512), jnp.bfloat16, "tpu"), "xla", "below 1,024 tokens"),
         (case(128, LONG, jnp.bfloat16, "gpu"), "cudnn", "supports it"),
         (case(64, FAR, jnp.float16, "cuda", window=100), "cudnn", "supports it"),
         (
@@ -154,7 +154,7 @@ def case(head_dim, lengths, dtype, platform, *, documents=False, memory=False, a
             "Pallas kernel does not support memory",
         ),
         (case(128, (1024, 1024), jnp.bfloat16, "cpu"), "blockwise", "no kernel for cpu"),
-        (case(128, (1023, 1024), jnp.bfloat16, "cpu", documents=True), "xla", "small below 1,024"),
+        (case(128, (1023, 1024), jnp.bfloat16, "cpu", documents=True), "xla", "below 1,024 tokens"),
         (case(80, LONG, jnp.float32, "cpu", asked="splash"), "splash", "model.attention=splash"),
     ],
 )

@@ -66,12 +66,12 @@ def test_a_loss_that_returns_something_else_is_refused_in_one_line(returned, got
     [
         (
             {"layers": {"bias": jnp.ones(3)}},
-            "got (3,) for layers/bias; allowed: the parameters that it gets, with (2,) ",
+            "got (3,) for layers/bias; allowed: the structure of its argument, with (2,) ",
         ),
-        ({"layers": {}}, "got nothing for layers/bias; allowed: the parameters that it gets, with (2,) there"),
+        ({"layers": {}}, "got nothing for layers/bias; allowed: the structure of its argument, with (2,) there"),
         (
             {"layers": {"bias": jnp.ones(2)}, "own": 1.0},
-            "got () for own; allowed: the parameters that it gets, with noth",
+            "got () for own; allowed: the structure of its argument, with noth",
         ),
     ],
 )

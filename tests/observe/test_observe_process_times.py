@@ -87,7 +87,7 @@ def test_a_slow_process_is_said_once_and_stands_in_each_row(own):
     assert rows[3:7] == [{"slow_process": 1.0, "slow_process_data_seconds": 0.5}] * 4
     assert rows[7] == {}
     [line] = said
-    assert line.endswith("compared with the median of the others it loses 0.5 s a step on waiting for data")
+    assert line.endswith("compared with the median of the other processes, it loses 0.5 s a step on waiting for data")
 
 
 def test_a_row_without_times_is_not_reported(own):

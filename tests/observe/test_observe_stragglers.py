@@ -35,9 +35,7 @@ def test_it_is_named_with_its_cause_at_the_third_logged_step_running(changes, ca
     assert found[2].lost_seconds == {cause: pytest.approx(seconds)}
     assert found[2].values() == {"slow_process": 2.0, f"slow_process_{cause}_seconds": pytest.approx(seconds)}
     assert (
-        found[2]
-        .line()
-        .startswith("meshtrain: WARNING: process 2 is slow: compared with the median of the others it lo")
+        found[2].line().startswith("meshtrain: WARNING: process 2 is slow: compared with the median of the other proc")
     )
     assert f"{seconds:.3g} s a step on " in found[2].line()
 

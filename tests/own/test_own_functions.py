@@ -172,9 +172,9 @@ def test_explain_names_them_with_their_options_and_what_is_not_read(capsys):
     words += ["optimizer.beta1=0.5", f"observe.tracker={HERE}:Lines"]
     assert explain.main([f"--config.{word}" for word in words]) == 0
     printed = capsys.readouterr().out
-    assert f"\nown          optimizer.name={OPTIMIZER}, momentum=0.9, weight_decay=0.1, nesterov=true\n" in printed
-    assert f"\nown          learning_rate.name={HERE}:stairs, every=2, height=0.5, decay_steps=0\n" in printed
-    assert f'\nown          observe.tracker={HERE}:Lines, name="lines.txt"\n' in printed
+    assert f"\ncustom       optimizer.name={OPTIMIZER}, momentum=0.9, weight_decay=0.1, nesterov=true\n" in printed
+    assert f"\ncustom       learning_rate.name={HERE}:stairs, every=2, height=0.5, decay_steps=0\n" in printed
+    assert f'\ncustom       observe.tracker={HERE}:Lines, name="lines.txt"\n' in printed
     config = resolved(*words)
     assert unused_options.without_effect(config, dict.fromkeys(AXES, 1)) == {
         "optimizer.beta1": f"optimizer.name={OPTIMIZER}"
@@ -236,7 +236,7 @@ other_default.options = OtherDefault
 @pytest.mark.parametrize(
     ("name", "line"),
     [
-        ("no.such:one", "and there is no module 'no' .*, or package.module:function; nearest: (adamw|cosine|none)"),
+        ("no.such:one", "but there is no module 'no' .*, or package.module:function; nearest: (adamw|cosine|none)"),
         (f"{HERE}:no_options", r"whose options are <class 'dict'>; .*; nearest: @dataclass\(frozen=True\)"),
     ],
 )
@@ -258,7 +258,7 @@ def test_a_name_that_names_none_is_one_line(key, name, line):
 def test_a_function_that_is_not_there_has_one_near_that_can_be_called_in_its_place(key, name, fix):
     [said] = lines_of(f"{key}={name}")
     module, _, function = name.partition(":")
-    assert said.startswith(f"{key}: got '{name}', and {module} has no '{function}'; allowed: ")
+    assert said.startswith(f"{key}: got '{name}', but {module} has no '{function}'; allowed: ")
     assert said.endswith(f"; {fix}")
 
 
@@ -273,8 +273,10 @@ def test_a_run_older_than_an_option_of_its_own_function_goes_on():
 
 def test_an_option_of_a_name_that_is_there_has_its_default():
     assert lines_of(f"optimizer.name={HERE}:other_default") == [
-        f"optimizer.beta1: got 0.5 as its default in {HERE}:OtherDefault; allowed: 0.9, its default without it, or "
-        "another name; nearest: own_beta1"
+        (
+            f"optimizer.beta1: got 0.5 as the default in {HERE}:OtherDefault; allowed: 0.9, the default of "
+            "meshtrain's option with this name, or another name; nearest: own_beta1"
+        )
     ]
 
 
@@ -325,16 +327,25 @@ def half(options, rates, axes):
     [
         (
             "two",
-            r"which does not take options, learning rates and logical axes \(.*\); .* def two\(options, rates, axes\)",
+            (
+                r"which does not accept options, learning rates and logical axes \(.*\); .* def two\(options, "
+                r"rates, axes\)"
+            ),
         ),
         ("raises", r"which raises RuntimeError: no idea \(.*test_own_functions.py:\d+\); allowed: an optax.Grad.*"),
         ("nothing", r"which returns NoneType; allowed: an optax.GradientTransformation; nearest: optax.chain\(...\)"),
-        ("fails", r"whose init or update raises KeyError: 'v' \(.*test_own_functions.py:\d+\); .*; nearest: fix .*"),
+        (
+            "fails",
+            r"whose init or update raises KeyError: 'v' \(.*test_own_functions.py:\d+\); .*; nearest: correct the .*",
+        ),
         (
             "transposed",
-            r"whose update returns float32\[3, 2\] for w, which is float32\[2, 3\]; allowed: updates like .*",
+            r"whose update returns float32\[3, 2\] for w instead of float32\[2, 3\]; allowed: updates with .*",
         ),
-        ("half", r"whose update returns float32\[3\] for , which is bfloat16\[3\]; allowed: .* like that of init, .*"),
+        (
+            "half",
+            r"whose update returns float32\[3\] for  instead of bfloat16\[3\]; allowed: .* with those from init; .*",
+        ),
     ],
 )
 def test_what_is_no_optimizer_is_one_line(name, line):
@@ -357,10 +368,10 @@ def pair(options):
     [
         (
             "nothing",
-            "whose result raises TypeError: 'NoneType' object is not callable .*; allowed: a function of the .*",
+            "whose result raises TypeError: 'NoneType' object is not callable .*; allowed: a function that .*",
         ),
         ("branches", r"whose result raises TracerBoolConversionError: .*test_own_functions.py:\d+\); .*jnp.where.*"),
-        ("pair", r"which gives \[2\] numbers; .*; nearest: one"),
+        ("pair", r"which returns an array of shape \[2\]; .*; nearest: a scalar"),
     ],
 )
 def test_what_is_no_learning_rate_is_one_line(name, line):

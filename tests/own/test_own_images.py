@@ -182,11 +182,11 @@ def test_dims_of_a_batch_follow_the_rules():
         ),
         (
             lambda data: dataclasses.replace(data, prompts=[""]),
-            r"data: got \[''\] for 'prompts' of Dataset; .* not empty",
+            r"data: got \[''\] for 'prompts' of Dataset; .* nonempty",
         ),
         (lambda data: dataclasses.replace(data, train=iter([])), r"data\.train: got list_iterator; .*a list"),
         (lambda data: dataclasses.replace(data, validation=[3]), r"data\.validation\[0\]: got int; allowed: a dict"),
-        (lambda data: {"train": data.train}, r"data: got nothing for 'train' of dict"),
+        (lambda data: {"train": data.train}, r"data: got no value for 'train' of dict"),
     ],
 )
 def test_data_that_do_not_fit_are_refused_before_anything_is_compiled(change, said, tmp_path):
@@ -205,7 +205,7 @@ def test_zeros_that_a_loss_would_count_are_refused(tmp_path):
         task = classifier(config, placement)
         return dataclasses.replace(task, batch={name: task.batch[name] for name in ("images", "labels")})
 
-    with pytest.raises(UserError, match=r"data\.validation: got 10 examples and batches of 8, .* nearest: 8 examples"):
+    with pytest.raises(UserError, match=r"data\.validation: got 10 examples in batches of 8, .* nearest: 8 examples"):
         train(GIVEN, tmp_path, without_weights, images)
 
 
@@ -225,7 +225,7 @@ def test_data_for_other_tasks_are_refused(tmp_path):
 
 
 def test_text_of_a_task_without_logits_is_refused_for_that(on_one_device):
-    with pytest.raises(UserError, match=r"^task: got one without logits"):
+    with pytest.raises(UserError, match=r"^task: got a task without logits"):
         generate.main([f"--workdir={on_one_device.directory}", f"--config.task={TASK}", f"--config.data.source={DATA}"])
 
 
@@ -242,8 +242,8 @@ def test_task_and_data_go_by_name():
     said = explain.text(assembly)
     assert "8 examples of images [4, 2, 3] float32, labels [] int32, weights [] float32; 8 images" in said
     [line] = problems_of_task(assembly)
-    assert line.startswith("task: got one without logits")
-    with pytest.raises(UserError, match=r"data\.source: got '.*:images', which brings no tokenizer; .*source=python"):
+    assert line.startswith("task: got a task without logits")
+    with pytest.raises(UserError, match=r"data\.source: got '.*:images', which has no tokenizer; .*source=python"):
         tokenizer_for(config.data, vocab_size=3)
 
 
@@ -259,9 +259,9 @@ def test_a_batch_that_a_prompt_does_not_fill_generates_nothing():
 
 def test_a_decoder_on_data_of_ones_own_has_to_be_told_its_vocabulary():
     source = {"source": f"{__name__}:images"}
-    with pytest.raises(UserError, match=r"^model\.vocab_size: got 0 with data\.source=.*, which brings no tokenizer"):
+    with pytest.raises(UserError, match=r"^model\.vocab_size: got 0 with data\.source=.*, which has no tokenizer"):
         resolve({"data": source})
-    with pytest.raises(UserError, match=r"^model\.vocab_size: got 0.* which brings no tokenizer.*; allowed: a number"):
+    with pytest.raises(UserError, match=r"^model\.vocab_size: got 0.* which has no tokenizer.*; allowed: a number"):
         resolve({"data": source}, reads_data=False)
     assert resolve({"data": source, "model": {"vocab_size": 300}}).model.vocab_size == 300
 
@@ -270,5 +270,5 @@ def test_another_fingerprint_is_another_run(on_one_device):
     def others(config):
         return dataclasses.replace(images(config), fingerprint="others")
 
-    with pytest.raises(UserError, match=r"its run learned from data with hash images 0"):
+    with pytest.raises(UserError, match=r"its run was trained on data with hash images 0"):
         train(GIVEN, on_one_device.directory, classifier, others)

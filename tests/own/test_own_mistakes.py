@@ -88,7 +88,7 @@ def test_a_pipeline_takes_only_weights_that_stack_all_layers(tmp_path, wrong):
     said = refusal(tmp_path / "run", task(**wrong), mesh__pipeline=2)
     axes, stated = wrong.get("axes", ("layers", "embed", None)), wrong.get("stated", L)
     assert said.startswith(
-        f"Task.stages: got layers/w of shape {(L, D, D)} with axes {axes}, and num_layers = {stated}; allowed: "
+        f"Task.stages: got layers/w of shape {(L, D, D)} with axes {axes}, but num_layers = {stated}; allowed: "
     )
 
 
@@ -114,8 +114,8 @@ adam.elementwise = True
 
 def test_an_optimizer_that_reads_whole_arrays_is_refused_where_they_have_empty_places(tmp_path):
     said = refusal(tmp_path / "run", task(), mesh__pipeline=2, optimizer__name=f"{HERE}:clipped")
-    assert said.startswith(f"optimizer.name: got '{HERE}:clipped', and 3 layers that this pipeline stores as [4], ")
-    assert "; nearest: clipped.elementwise = True if it is one, " in said
+    assert said.startswith(f"optimizer.name: got '{HERE}:clipped', but this pipeline stores 3 layers as [4], ")
+    assert "; nearest: clipped.elementwise = True if it is elementwise, " in said
     losses = [
         trained(tmp_path / str(size), task(), mesh__pipeline=size, optimizer__name=f"{HERE}:adam").values["loss"]
         for size in (1, 2)
@@ -158,7 +158,7 @@ def halved(params, metrics):
     ids=["rate", "optimizer", "after"],
 )
 def test_an_update_that_is_not_finite_changes_no_weight(tmp_path, own, changes):
-    said = "not finite: the learning rate, an update of the optimizer, or what Task.after_update returns; last good "
+    said = "not finite: the learning rate, an update of the optimizer, or the result of Task.after_update; last good "
     with pytest.raises(TrainingStopped, match=said):
         trained(tmp_path, task(**changes), num_steps=20, checkpoint__every=1, checkpoint__keep_last=1, **own)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["3"]
@@ -192,9 +192,15 @@ def test_a_metric_has_no_name_of_the_programs_own(tmp_path, name):
 @pytest.mark.parametrize(
     ("extra", "said"),
     [
-        ({"a.b": jnp.ones(2), "a": {"b": jnp.ones(2)}}, "parameters: got a/b and a.b, one name in a checkpoint; "),
-        ({"a/b": jnp.ones(2), "a": {"b": jnp.ones(2)}}, "parameters: got a/b and a/b, one name in a checkpoint; "),
-        ({"unused": jnp.ones((0, D))}, f"parameters: got unused of shape (0, {D}), without any number; "),
+        (
+            {"a.b": jnp.ones(2), "a": {"b": jnp.ones(2)}},
+            "parameters: got a/b and a.b, which have the same name in a checkpoint; ",
+        ),
+        (
+            {"a/b": jnp.ones(2), "a": {"b": jnp.ones(2)}},
+            "parameters: got a/b and a/b, which have the same name in a checkpoint; ",
+        ),
+        ({"unused": jnp.ones((0, D))}, f"parameters: got unused of shape (0, {D}), without elements; "),
         ({"count": jnp.int32(1)}, "parameters: got count of int32, which has no gradient; "),
     ],
     ids=["dot", "slash", "empty", "integer"],
@@ -219,9 +225,12 @@ def init_of_a_notebook(rng):
     ("changes", "said"),
     [
         ({"batch": None}, "Task.batch: got NoneType; allowed: a dict; "),
-        ({"batch": {"x": 3}}, r"Task.batch: got {'x': 3}; allowed: texts as keys, and values with a shape and a dtype"),
-        ({"batch": {3: Entry((B,), jnp.int32, ("batch",))}}, "Task.batch: got {3: Entry.*}; allowed: texts as keys"),
-        ({"batch": {"x": Entry((B,), "flot", ("batch",))}}, "Task.batch: got {'x': .*'flot'.*}; allowed: texts as"),
+        (
+            {"batch": {"x": 3}},
+            r"Task.batch: got {'x': 3}; allowed: strings as keys, and values with a shape and a dtype",
+        ),
+        ({"batch": {3: Entry((B,), jnp.int32, ("batch",))}}, "Task.batch: got {3: Entry.*}; allowed: strings as keys"),
+        ({"batch": {"x": Entry((B,), "flot", ("batch",))}}, "Task.batch: got {'x': .*'flot'.*}; allowed: strings as"),
         ({"stages": 3}, "Task.stages: got int; allowed: Stages or None; nearest: leave it out"),
         ({"logits": 3}, "Task.logits: got int; allowed: a function or None; nearest: leave it out"),
         ({"init": 3, "unit": None}, "Task.init: got int; .*\nTask.unit: got NoneType; allowed: a text; "),
@@ -305,7 +314,7 @@ def test_a_batch_that_cannot_be_read_ends_the_run_with_its_state_saved(tmp_path,
 
 def test_too_few_layers_are_those_of_the_stages(tmp_path):
     said = refusal(tmp_path / "run", task(), mesh__pipeline=4)
-    assert said.startswith("Task.stages.num_layers: got 3, with which a stage of mesh.pipeline 4 ")
+    assert said.startswith("Task.stages.num_layers: got 3, so that a stage of mesh.pipeline 4 ")
 
 
 class Taking:
@@ -330,4 +339,4 @@ def test_a_module_that_exits_is_a_line(tmp_path, monkeypatch):
     (tmp_path / "exiting.py").write_text("import sys\nsys.exit(0)\n")
     monkeypatch.syspath_prepend(tmp_path)
     said = refusal(tmp_path / "run", task(), optimizer__name="exiting:rate")
-    assert "optimizer.name: got 'exiting:rate', and exiting cannot be imported: SystemExit" in said
+    assert "optimizer.name: got 'exiting:rate', but exiting cannot be imported: SystemExit" in said

@@ -186,7 +186,13 @@ def test_own_rule_that_splits_nothing_is_refused():
 
 
 def test_pipeline_needs_a_task_with_stages():
-    with pytest.raises(UserError, match=r"mesh.pipeline: got 2, and this task has no stages; .* mesh.pipeline=1"):
+    with pytest.raises(
+        UserError,
+        match=(
+            r"mesh.pipeline: got 2, but this task has no pipeline stages; .* "
+            r"mesh.pipeline=1"
+        ),
+    ):
         assemble(CONFIG, dict.fromkeys(AXES, 1) | {"pipeline": 2}, jax.devices()[:2], plain)
 
 
@@ -198,6 +204,6 @@ def test_parameters_are_counted_where_the_task_does_not_say():
 def test_what_replicas_add_up_by_themselves_is_refused_where_a_plain_look_up_would_end_the_process():
     config = dataclasses.replace(CONFIG, zero=ZeroOptions(level=2))
     shape = dict.fromkeys(AXES, 1) | {"data": 2, "tensor": 2}
-    with pytest.raises(UserError, match=r"zero\.level: got 2 with fsdp or an axis after it .* nearest: zero\.level=1"):
+    with pytest.raises(UserError, match=r"zero\.level: got 2 with a task without .* nearest: zero\.level=1"):
         assemble(config, shape, jax.devices()[:4], plain, RULES)
     assemble(config, dict.fromkeys(AXES, 1) | {"data": 4}, jax.devices()[:4], plain, RULES)

@@ -42,7 +42,7 @@ def test_it_trains_with_the_losses_of_the_built_in_sum(level, mesh):
 def test_explain_names_it(capsys):
     words = ["--config.mesh.data=8", f"--config.reduction.name={EXAMPLE}", "--config.model.num_layers=2"]
     assert explain.main(words) == 0
-    assert f"\nreduction    {EXAMPLE}, 7 bytes a parameter over data 8\n" in capsys.readouterr().out
+    assert f"\nreduction    {EXAMPLE}, 7 bytes per parameter sent over data=8\n" in capsys.readouterr().out
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,7 +114,7 @@ def keeps_another_shape(options, dtype):
     ("name", "said"),
     [
         (narrow, r"whose update returns 0/\S+ bfloat16\[.*\]; allowed: 0/\S+ float32\[.*; nearest: "),
-        (keeps_another_shape, r"whose init returns .*; allowed: the shapes that it gets, or \(\); nearest: "),
+        (keeps_another_shape, r"whose init returns .*; allowed: the shapes of its argument, or \(\); nearest: "),
     ],
 )
 def test_trees_that_do_not_fit_are_refused_with_their_name(name, said):

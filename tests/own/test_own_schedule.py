@@ -97,14 +97,14 @@ F0, B0, LAST = ("F", 0), ("B", 0, 0), "\\[\\('F', 0, 0\\)\\] \\+ \\[None\\] \\* 
         ([[F0, None], [None, ("W", 0)]], r"which returns \('W', 0\) in row 1 on stage 1; .*"),
         ([[("F", 0.0), None]], r"which returns \('F', 0.0\) in row 0 on stage 0; .*"),
         ([], "where F0 is missing on stage 0; allowed: exactly once; nearest: a row with it"),
-        ([[F0, None], [F0, F0]], "where F0 stands 2 times on stage 0; allowed: exactly once; nearest: once"),
+        ([[F0, None], [F0, F0]], "where F0 occurs 2 times on stage 0; allowed: exactly once; nearest: once"),
         (
             [[F0, None], [None, F0], [None, B0], [B0, None], [("F", 9), None]],
-            "where F9.0 stands on stage 0; allowed: microbatches 0 to 0, chunks 0 to 0; nearest: leave it out",
+            "where F9.0 occurs on stage 0; allowed: microbatches 0 to 0, chunks 0 to 0; nearest: leave it out",
         ),
         (
             [[F0, None], [None, B0], [None, F0], [B0, None]],
-            "where B0 in row 1 on stage 1 needs F0 of stage 1, which stands in row 2; allowed: .*; nearest: a row .*",
+            "where B0 in row 1 on stage 1 needs F0 of stage 1, which is in row 2; allowed: .*; nearest: a row .*",
         ),
     ],
 )
@@ -117,10 +117,10 @@ def test_what_is_no_table_is_one_line(monkeypatch, rows, line):
 @pytest.mark.parametrize(
     ("name", "line"),
     [
-        ("no.such:rows", "and there is no module 'no' .*; nearest: 1f1b"),
-        (f"{__name__}:givn", rf"and {__name__} has no 'givn'; .* did you mean 'given'\?"),
-        (f"{__name__}:GIVEN", "which is no function but list; .*"),
-        (f"{__name__}:two", r"which does not take three numbers \(.*\); .*; nearest: def two\(stages, .*\)"),
+        ("no.such:rows", "but there is no module 'no' .*; nearest: 1f1b"),
+        (f"{__name__}:givn", rf"but {__name__} has no 'givn'; .* did you mean 'given'\?"),
+        (f"{__name__}:GIVEN", "which is not a function but list; .*"),
+        (f"{__name__}:two", r"which does not accept three numbers \(.*\); .*; nearest: def two\(stages, .*\)"),
         (f"{__name__}:raises", r"which raises RuntimeError: no idea \(.*\.py:\d+\) for 2 stages, .*; nearest: .*"),
     ],
 )
@@ -136,5 +136,5 @@ def test_a_function_may_refuse_numbers_as_the_built_in_ones_do():
 def test_without_a_pipeline_it_is_imported_and_not_called():
     name = f"{__name__}:raises"
     assert resolve({}, {"pipeline.schedule": name}, reads_data=False).pipeline.schedule == name
-    with pytest.raises(UserError, match=r"pipeline\.schedule: got 'no\.such:rows', and there is no module"):
+    with pytest.raises(UserError, match=r"pipeline\.schedule: got 'no\.such:rows', but there is no module"):
         resolve({}, {"pipeline.schedule": "no.such:rows"}, reads_data=False)

@@ -20,7 +20,7 @@ alone = types.SimpleNamespace(is_initialized=lambda: True)
 sys.modules['jax'] = types.SimpleNamespace(distributed=alone)  # as if this were one of several processes
 """
 FULL = (
-    "meshtrain: error: <stdout>: cannot be written (No space left on device); allowed: a place with room; "
+    "meshtrain: error: <stdout>: cannot be written (No space left on device); allowed: a disk with free space; "
     "nearest: another file\n"
 )
 

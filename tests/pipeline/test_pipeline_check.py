@@ -38,17 +38,17 @@ def test_a_missing_action_is_named():
 
 
 def test_a_doubled_action_is_named():
-    assert "F0 stands 2 times on stage 0" in refusal(table((F0, None), (F0, F0), (None, B0), (B0, None)))
+    assert "F0 occurs 2 times on stage 0" in refusal(table((F0, None), (F0, F0), (None, B0), (B0, None)))
 
 
 def test_an_action_outside_the_numbers_is_named():
     extra = Action("F", 7)
-    assert "F7.0 stands on stage 0" in refusal(table((F0, None), (extra, F0), (None, B0), (B0, None)))
+    assert "F7.0 occurs on stage 0" in refusal(table((F0, None), (extra, F0), (None, B0), (B0, None)))
 
 
 def test_the_first_violated_dependency_is_named():
     message = refusal(table((F0, F0), (None, B0), (B0, None)))
-    assert "F0 in row 0 on stage 1 needs F0 of stage 0, which stands in row 0" in message
+    assert "F0 in row 0 on stage 1 needs F0 of stage 0, which is in row 0" in message
     assert "nearest: a row after 0" in message
     assert "deadlock" not in message
 
@@ -57,7 +57,7 @@ def test_a_deadlock_names_what_each_stage_waits_for():
     # Stage 0 wants to finish microbatch 1 before it lets 1 go on; stage 1 answers in the other order.
     rows = [(F0, None), (B0, F1), (F1, F0), (None, B1), (B1, B0)]
     message = refusal(table(*rows, num_microbatches=2))
-    assert "B0 in row 1 on stage 0 needs B0 of stage 1, which stands in row 4" in message
+    assert "B0 in row 1 on stage 0 needs B0 of stage 1, which is in row 4" in message
     assert "deadlock: stage 0 waits in B0 for B0 of stage 1, stage 1 waits in F1 for F1 of stage 0" in message
 
 
@@ -137,7 +137,7 @@ def test_a_row_of_both_kinds_is_named():
     message = refusal(table((F0, None), (F1, F0), (None, B0), (B0, F1), (None, B1), (B1, None), num_microbatches=2))
     assert "mixes B0 on stage 0 and F1 on stage 1 in row 3" in message
     assert "allowed: rows of one kind" in message
-    assert message.endswith("nearest: a row for each")
+    assert message.endswith("nearest: a separate row for each kind")
 
 
 @pytest.mark.parametrize(

@@ -217,7 +217,7 @@ def test_far_above_the_minimum_is_a_finding_and_near_it_none():
 
 def test_an_axis_that_has_to_send_nothing_and_does_is_a_finding():
     (found,) = findings._traffic("data", 0.0, [row("data", 2e9)])
-    assert found.what.startswith("data sends 1.86 GiB, though the minimum is 0")
+    assert found.what.startswith("data sends 1.86 GiB, although the minimum is 0")
 
 
 def test_unhidden_traffic_is_a_finding():
@@ -378,7 +378,7 @@ def test_measured_links_replace_the_assumptions_where_they_are_alike():
     for name in ("all-reduce.data+fsdp", "all-reduce.fsdp", "all-gather.fsdp"):
         assert seconds[name] == assumed[name], name
     lines = link_lines(links_of(found, mesh, assumptions))
-    assert "measured: all-reduce along data, 2 devices on 2 hosts, takes 50.0 us and its bytes at 20 GB/s" in lines
+    assert "measured: all-reduce along data, 2 devices on 2 hosts, takes 50.0 us plus its bytes at 20 GB/s" in lines
     assert [line.split()[0] for line in lines].count("assumed,") == 3
     assert links_of(found, mesh, Assumptions()) == {}
 

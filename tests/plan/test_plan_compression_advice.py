@@ -28,7 +28,7 @@ MEMORY = 2.7e12
 def test_int8_pays_where_the_wire_is_slow_beside_the_memory(wire, itemsize, pays):
     found = INT8.slower_than_sum(Transfers(8, 10**9, 0, itemsize, wire, MEMORY, 0.0))
     assert (found == []) == pays
-    assert all("reduction.name=int8 does not pay: at" in what for what, _ in found)
+    assert all("reduction.name=int8 does not save time: at" in what for what, _ in found)
 
 
 def test_without_feedback_packing_is_cheaper():

@@ -149,10 +149,10 @@ def test_idle_rows_are_reported_apart(plan, small):
     sent, idle, least = text_report.sent_along(made, "tensor"), made.idle_bytes["tensor"], made.minimum["tensor"]
     assert 0 < idle < sent / 3
     shown = text_report.text(made).splitlines()
-    assert f"sent in working rows / minimum: tensor {(sent - idle) / least:.3f}" in shown
-    assert f"idle rows send {idle / sent:.1%} of tensor's bytes" in shown
+    assert f"sent in working clock ticks / minimum: tensor {(sent - idle) / least:.3f}" in shown
+    assert f"idle clock ticks send {idle / sent:.1%} of tensor's bytes" in shown
     assert text_report.to_json(made)["wire_bytes_idle_rows"] == made.idle_bytes
-    assert "idle rows send" not in text_report.text(plan("cpu:8", small({"data": 8})))
+    assert "idle clock ticks send" not in text_report.text(plan("cpu:8", small({"data": 8})))
 
 
 def test_what_is_sent_is_compared_with_idle_rows_and_the_executors_formula(plan, small, monkeypatch):
@@ -201,7 +201,7 @@ def test_the_program_prints_and_writes(tmp_path, capsys, monkeypatch):
     assert program.main(["--cluster=cpu:2", *overrides, *given]) == 0
     printed = capsys.readouterr().out
     assert "plan         cpu:2: data 2: 2 x cpu" in printed
-    assert "whether it fits is not known" in printed
+    assert "it is not known whether it fits" in printed
     assert json.loads(files["json"].read_text())["num_devices"] == 2
     assert files["html"].read_text().startswith("<!doctype html>")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["plan.html", "plan.json"]

@@ -51,7 +51,7 @@ FAULTS = [
         all_processes.same("versions", {**VERSIONS, 0: {"jax": "0.12.0", "python": "3.11.7"}}, "install the same"),
         ERROR,
         [0],
-        "jax is 0.12.0, and 0.10.2 in process 1",
+        "jax is 0.12.0, but 0.10.2 in process 1",
         "install the same",
     ),
     (
@@ -59,7 +59,7 @@ FAULTS = [
         all_processes.same("libraries", {0: {"driver": "550"}, 1: {"driver": "535"}}, "the same", warning),
         WARNING,
         [1],
-        "driver is 535, and 550 in process 0",
+        "driver is 535, but 550 in process 0",
         "the same",
     ),
     ("clock behind", clocks({1: 0.1, 2: -5.0}), WARNING, [2], "5.0 s behind", "chrony"),
@@ -111,7 +111,7 @@ FAULTS = [
         ERROR,
         [None],
         "process 2: all-reduce on data",
-        "take that machine out",
+        "remove this machine",
     ),
     ("slow host", all_processes.slow(SLOW_2), WARNING, [2], "2.10 ms to exchange", "take the machine out"),
 ]

@@ -66,7 +66,7 @@ def test_a_healthy_2_x_4_has_nothing_to_do(tmp_path):
     # Gloo, which connects CPUs, prints lines of its own.
     lines = [line.removeprefix("[0] ") for line in done.stdout.splitlines() if "[Gloo]" not in line]
     assert problems(lines) == []
-    assert lines[-1] == "doctor: nothing is wrong with 2 processes on 1 machine"
+    assert lines[-1] == "doctor: no problems in 2 processes on 1 machine"
     seen = {line[9:24].strip() for line in lines[:-1]}
     assert seen >= {"software", "coordinator", "port", "workdir", "disk", "memory", "registered", "versions"}
     assert seen >= {"environment", "clock", "shared", "devices", "values", "slow"}
@@ -77,7 +77,7 @@ def test_a_healthy_2_x_4_has_nothing_to_do(tmp_path):
 def test_a_process_that_dies_in_jax_is_named_and_leaves_nobody_waiting(tmp_path):
     codes, (lines, _) = together(tmp_path, ["well", "dies"], "--limit=5")
     assert codes == [2, 9]
-    assert f"process 1 ({socket.gethostname()}): it ended, or sends nothing more" in problems(lines)[0]
+    assert f"process 1 ({socket.gethostname()}): it has ended or does not answer" in problems(lines)[0]
 
 
 def test_the_job_is_judged_on_its_mesh_and_in_its_workdir(tmp_path, capsys):
@@ -94,7 +94,7 @@ def test_the_job_is_judged_on_its_mesh_and_in_its_workdir(tmp_path, capsys):
     assert doctor.main(words) == 2
     batch, *others = problems(capsys.readouterr().out.splitlines())
     assert "batch_size: got 12; allowed: " in batch
-    assert any(f"workdir {tmp_path} holds another run: seed: " in line for line in others)
+    assert any(f"workdir {tmp_path} contains another run: seed: " in line for line in others)
 
 
 def test_the_slower_side_of_a_pair_counts_and_a_slow_process_is_named():
@@ -107,7 +107,7 @@ def test_the_slower_side_of_a_pair_counts_and_a_slow_process_is_named():
 
     found = doctor._judge({process: said(process) for process in range(4)}, 8)
     assert [(each.check, each.process) for each in found if each.verdict != "ok"] == [("slow", 2)]
-    assert "4.00 ms to exchange 1 MiB with any other process, and 1.00 ms is the median" in found[-1].seen
+    assert "at least 4.00 ms to exchange 1 MiB with another process; the median is 1.00 ms" in found[-1].seen
 
 
 def test_each_pair_meets_once_and_each_process_once_a_round():

@@ -18,7 +18,7 @@ TINY, MESH_3D = (str(Path(__file__).parents[2] / "configs" / name) for name in (
 WELL = {"devices": (4, "H100"), "without_gpus": False, "times": {"data": (2, 1e-3)}, "wrong": [], "pairs": {}}
 HOST = socket.gethostname()
 BUCKET = "--config.checkpoint.directory=gs://bucket/run"
-NOT_RUN = "collectives    not run; do: fix the errors"
+NOT_RUN = "collectives    not run; do: correct the errors"
 
 
 def process(*words, limit=20, software=None, clock=0.0, ran=WELL, does="", **environ):
@@ -31,9 +31,9 @@ FAULTS = [
     # what is wrong, the processes (None: not started), what each problem's line says, in order
     ("nothing", [process(), process()], []),
     ("another source tree", [process(), process(software={"meshtrain's source": "b"})],
-     [f"versions       process 1 ({HOST}): meshtrain's source is b, and a in process 0; do: install", NOT_RUN]),
+     [f"versions       process 1 ({HOST}): meshtrain's source is b, but a in process 0; do: install", NOT_RUN]),
     ("another optax", [process(), process(software={"optax": "9"})],
-     [f"versions       process 1 ({HOST}): optax is 9, and not set in process 0", NOT_RUN]),
+     [f"versions       process 1 ({HOST}): optax is 9, but not set in process 0", NOT_RUN]),
     ("a folder that cannot be written", [process("--workdir=/proc/run"), process("--workdir=/proc/run")],
      [f"workdir        processes 0 ({HOST}), 1 ({HOST}): --workdir: got '/proc/run', which is not writable"]),
     ("a taken port", [process(does="strange"), None],
@@ -44,60 +44,61 @@ FAULTS = [
      [f"port           process 1 ({HOST}): waited 1 s for process 0 of 2 at 127.0.0.1:PORT (JAX_COORDINATOR_ADDRESS): "
       "127.0.0.1:PORT refuses the connection: nothing listens there"]),
     ("different numbers of processes", [process(JAX_NUM_PROCESSES="3"), process()],
-     [f"registered     process 1 ({HOST}): 127.0.0.1 was started as one of 2 processes, process 0 as one of 3",
-      "registered     127.0.0.1 was started as one of 2 processes, process 0 as one of 3; do: start",
+     [f"registered     process 1 ({HOST}): 127.0.0.1 was started as one of 2 processes, but process 0 as one of 3",
+      "registered     127.0.0.1 was started as one of 2 processes, but process 0 as one of 3; do: start",
       "registered     processes 1, 2 of 3 did not register", NOT_RUN]),
     ("XLA_FLAGS", [process(), process(XLA_FLAGS="--a")],
-     [f"environment    process 1 ({HOST}): XLA_FLAGS is --a, and not set in process 0; do: set the same value in all"]),
+     [f"environment    process 1 ({HOST}): XLA_FLAGS is --a, but not set in process 0; do: set the same value in all"]),
     ("x64", [process(), process(JAX_ENABLE_X64="1")],
-     [f"environment    process 1 ({HOST}): JAX_ENABLE_X64 is 1, and not set in process 0"]),
+     [f"environment    process 1 ({HOST}): JAX_ENABLE_X64 is 1, but not set in process 0"]),
     ("devices", [process(), process(ran=WELL | {"devices": (3, "H100")})],
-     [f"devices        process 1 ({HOST}): JAX sees 3 x H100, and 4 x H100 are expected; do: look at nvidia-smi"]),
+     [f"devices        process 1 ({HOST}): JAX sees 3 x H100, but 4 x H100 are expected; do: check nvidia-smi"]),
     ("platform", [process(), process(JAX_PLATFORMS="cpu,tpu", ran=WELL | {"devices": (4, "cpu")})],
-     [f"environment    process 1 ({HOST}): JAX_PLATFORMS is cpu,tpu, and cpu in process 0",
-      f"devices        process 1 ({HOST}): JAX sees 4 x cpu, and 4 x H100"]),
+     [f"environment    process 1 ({HOST}): JAX_PLATFORMS is cpu,tpu, but cpu in process 0",
+      f"devices        process 1 ({HOST}): JAX sees 4 x cpu, but 4 x H100"]),
     ("stopped", [process(limit=1), process(does="stops")],
-     [f"collectives    process 1 ({HOST}): it ended, or sends nothing more; do: see its output", NOT_RUN]),
+     [f"collectives    process 1 ({HOST}): it has ended or does not answer; do: read its output", NOT_RUN]),
     ("killed", [process(), process(does="ends")],
-     [f"collectives    process 1 ({HOST}): it ended, or sends nothing more; do: see its output", NOT_RUN]),
+     [f"collectives    process 1 ({HOST}): it has ended or does not answer; do: read its output", NOT_RUN]),
     ("clocks", [process(), process(clock=5.0)],
      [f"clock          process 1 ({HOST}): its clock is 5.0 s ahead of process 0's; do: start chrony"]),
     ("a process that hangs", [process(does="waits", limit=2), process(does="hangs", limit=2)],
-     [f"collectives    process 1 ({HOST}): the start of JAX has not ended in 2 s; others wait for it; do: NCCL_DEBUG"]),
+     [f"collectives    process 1 ({HOST}): the start of JAX has not ended in 2 s; other processes wait for it; do: "
+      "NCCL_DEBUG"]),
     ("a process that fails", [process(does="waits", limit=2), process(does="fails", limit=2)],
-     [f"collectives    process 1 ({HOST}): RuntimeError: no device; do: try the same on only that machine"]),
+     [f"collectives    process 1 ({HOST}): RuntimeError: no device; do: run doctor on only this machine"]),
     ("a process that never comes", [process(limit=1), None],
-     ["registered     process 1 of 2 did not register in 1 s; do: see its output", NOT_RUN]),
+     ["registered     process 1 of 2 did not register in 1 s; do: read the output", NOT_RUN]),
     ("two with number 0", [process(), process(JAX_PROCESS_ID="0")],
-     ["127.0.0.1 reports that it is process 0, and so does another process; do: start each process once, with"] * 2
+     ["127.0.0.1 and another process both report that they are process 0; do: start each process once, with"] * 2
      + ["registered     process 1 of 2 did not register", NOT_RUN]),
     ("two with number 1", [process(JAX_NUM_PROCESSES="3"), process(JAX_NUM_PROCESSES="3"),
                            process(JAX_NUM_PROCESSES="3", JAX_PROCESS_ID="1")],
-     ["127.0.0.1 reports that it is process 1, and so does another process; do: start each process once, with"] * 2
+     ["127.0.0.1 and another process both report that they are process 1; do: start each process once, with"] * 2
      + ["registered     process 2 of 3 did not register", NOT_RUN]),
     ("a workdir that is a file", [process(f"--workdir={TINY}"), process(f"--workdir={TINY}")],
      [f"workdir        processes 0 ({HOST}), 1 ({HOST}): --workdir: got '{TINY}': '{TINY}' is not a folder but a"]),
     ("a workdir that is a device", [process("--workdir=/dev/null"), process("--workdir=/dev/null")],
      ["got '/dev/null': '/dev/null' is not a folder but a device; allowed: a folder that can be written; nearest"]),
     ("another workdir with the same parent", [process(), process("--workdir=other")],
-     [f"configuration  process 1 ({HOST}): workdir is 'FOLDER/other', and 'FOLDER/run' in process 0; do: start all",
+     [f"configuration  process 1 ({HOST}): workdir is 'FOLDER/other', but 'FOLDER/run' in process 0; do: start all",
       NOT_RUN]),
     ("workdirs with different parents", [process(), process("--workdir=here/run")],
-     [f"shared         process 0 ({HOST}): FOLDER has no file of process 1: "
+     [f"shared         process 0 ({HOST}): FOLDER does not contain the file of process 1: "
      "it is not the same folder on all machines; do: use a workdir",
-      f"shared         process 1 ({HOST}): FOLDER/here has no file of process 0: it is not the same folder on all "
-      "machines",
-      f"configuration  process 1 ({HOST}): workdir is 'FOLDER/here/run', and 'FOLDER/run' in process 0", NOT_RUN]),
+      f"shared         process 1 ({HOST}): FOLDER/here does not contain the file of process 0: it is not the "
+      "same folder on all machines",
+      f"configuration  process 1 ({HOST}): workdir is 'FOLDER/here/run', but 'FOLDER/run' in process 0", NOT_RUN]),
     ("workdirs of their own, which meet in a bucket",
      [process(BUCKET), process(BUCKET, "--workdir=here/run")], []),
     ("another configuration", [process(f"--config={TINY}"), process(f"--config={MESH_3D}")],
-     [f"configuration  process 1 ({HOST}): checkpoint.every is 50, and 0 in process 0"] + [""] * 99),
+     [f"configuration  process 1 ({HOST}): checkpoint.every is 50, but 0 in process 0"] + [""] * 99),
     ("another field", [process(f"--config={TINY}"), process(f"--config={TINY}", "--config.seed=7")],
-     [f"configuration  process 1 ({HOST}): seed is 7, and 0 in process 0; do: start all processes by the", NOT_RUN]),
+     [f"configuration  process 1 ({HOST}): seed is 7, but 0 in process 0; do: start all processes with the", NOT_RUN]),
     ("another mesh", [process("--config.mesh.data=2", "--config.mesh.fsdp=4"),
                       process("--config.mesh.data=4", "--config.mesh.fsdp=2")],
-     [f"configuration  process 1 ({HOST}): mesh.data is 4, and 2 in process 0",
-      f"configuration  process 1 ({HOST}): mesh.fsdp is 2, and 4 in process 0", NOT_RUN]),
+     [f"configuration  process 1 ({HOST}): mesh.data is 4, but 2 in process 0",
+      f"configuration  process 1 ({HOST}): mesh.fsdp is 2, but 4 in process 0", NOT_RUN]),
     ("what the job refuses", [process(f"--config={TINY}"), process(f"--config={TINY}", "--config.sed=7")],
      [f"job            process 1 ({HOST}): sed: unknown key", NOT_RUN]),
     ("junk of a scheduler",

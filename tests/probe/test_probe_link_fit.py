@@ -40,7 +40,7 @@ def line(wire):
         (rows(line, spread=1.6), "the machine was busy: at 11 of 11 sizes the median round took more than 1.5 times"),
         (rows(line)[:-1] + rows(line, SIZES[-1:], spread=2.5), "at 1 of 11 sizes the median round took more than 1.5 "
          "times the fastest, 2.50 times at 1 GiB"),
-        (rows(line, wrong=("process 0: ...",)), "its values are wrong"),
+        (rows(line, wrong=("process 0: ...",)), "the results are wrong"),
         (rows(line, SIZES[:2]), "a fit needs 3 sizes, and 2 were measured"),
         (rows(lambda wire: 1e-3 / wire), "the times are not linear in the bytes"),
         (rows(lambda wire: 1e-12 * wire**2, SIZES[:4]), "the times are not linear in the bytes"),

@@ -29,7 +29,7 @@ def test_whatever_was_seen_stays_on_one_line():
 
 def test_the_summary_counts_problems_not_processes():
     alike = [error("disk", "full", "x", process) for process in range(3)]
-    assert report.last_line([ok("a", "b")], "this machine") == "doctor: nothing is wrong with this machine"
+    assert report.last_line([ok("a", "b")], "this machine") == "doctor: no problems in this machine"
     assert (
         report.last_line([*alike, warning("b", "c", "d")], "it") == "doctor: 1 error, 1 warning in it: a job would fail"
     )

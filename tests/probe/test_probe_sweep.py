@@ -73,7 +73,7 @@ def test_wrong_values_and_missing_fits_are_named(mesh):
     found = sweep.sweep(mesh, SIZES[:1], 30, measure=wrong)
     text = measurements.text(found)
     assert "WRONG        process 3: device 7 has 1 wrong" in text
-    assert "not fitted   all-reduce on data: its values are wrong" in text
+    assert "not fitted   all-reduce on data: the results are wrong" in text
     assert measurements.json_of(found)["links"] == []
 
 

@@ -72,7 +72,9 @@ def test_a_wrong_value_is_named(mesh):
     assert timed.difference(mesh, "data", "all-reduce", jax.device_put(rows, sharding)) == ""
     rows[6, 3] += 1
     said = timed.difference(mesh, "data", "all-reduce", jax.device_put(rows, sharding))
-    assert said.startswith("all-reduce on data: device 6, 1 of its group, has 1 of 8 elements wrong; element 3 is ")
+    assert said.startswith(
+        "all-reduce on data: device 6, number 1 of its group, has 1 wrong elements of 8; element 3 is "
+    )
 
 
 def test_bandwidths_are_those_of_the_fastest_round():

@@ -30,7 +30,8 @@ for command, (module, _) in COMMANDS.items():
         try:
             main([command])
         except UserError as error:
-            assert str(error).startswith(f"command: got '{command}', and meshtrain/{package} is not here; allowed: ")
+            start = f"command: got '{command}', but the folder meshtrain/{package} is missing; allowed: "
+            assert str(error).startswith(start)
         else:
             raise AssertionError(command)
 for flag, module in FLAGS.items():
@@ -40,7 +41,8 @@ for flag, module in FLAGS.items():
             main(["plan", "--config=small.py", "--cluster=cpu:8", f"{flag}={value}"])
         except UserError as error:
             [line] = error.problems
-            assert line.startswith(f"{flag}: got '{value}', and meshtrain/{package} is not here; allowed: "), line
+            start = f"{flag}: got '{value}', but the folder meshtrain/{package} is missing; allowed: "
+            assert line.startswith(start), line
         else:
             raise AssertionError(flag)
 run = ["--workdir=run", "--config=small.py", "--config.num_steps=2", "--config.sample_tokens=0"]

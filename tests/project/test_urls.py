@@ -1,4 +1,4 @@
-"""A URL is refused wherever a path of this machine is read: every path of the configuration and every argument.
+"""A URL is refused wherever a path on this machine is read: every path of the configuration and every argument.
 
 Where checkpoints are read or written, and text is read, a bucket of `gs://` is taken and every other URL refused.
 """
@@ -18,9 +18,9 @@ from meshtrain.errors import UserError
 pytestmark = pytest.mark.quick
 
 URL = "gs://bucket/one"
-LINE = f"got '{URL}', a URL; allowed: a path of this machine; nearest: mount or copy it"
+LINE = f"got '{URL}', a URL; allowed: a path on this machine; nearest: mount or copy it"
 S3 = "s3://bucket/one"
-S3_LINE = f"got '{S3}', a URL; allowed: a path of this machine, gs://; nearest: s3fs BUCKET /mnt/BUCKET, and the path "
+S3_LINE = f"got '{S3}', a URL; allowed: a path on this machine, gs://; nearest: s3fs BUCKET /mnt/BUCKET, and the path "
 S3_LINE += "below it"
 TAKE_BUCKETS = {
     *("init_from", "checkpoint.directory", "data.path", "data.validation_path", "prepare --path"),
@@ -171,4 +171,4 @@ def test_a_scheme_that_a_place_reads_is_one_entry():
     assert files.url_problems("--workdir", URL, "verify") == [f"--workdir: {LINE}"]
     assert [len(files.url_problems("init_from", url)) for url in ("GS://bucket/one", " gs://bucket/one")] == [1, 1]
     assert files.url_problems("data.tokenizer", URL) == [f"data.tokenizer: {LINE}"]
-    assert "allowed: a path of this machine, gs://;" in files.url_problems("init_from", "s3://bucket/one")[0]
+    assert "allowed: a path on this machine, gs://;" in files.url_problems("init_from", "s3://bucket/one")[0]

@@ -105,7 +105,7 @@ def test_a_stranger_trains_plans_and_generates_in_an_empty_folder(environment, t
 
     assert said("--version").startswith(f"meshtrain {meshtrain.__version__}\njax ")
     assert said("--help").startswith("usage: meshtrain COMMAND ")
-    assert said("config", "--copy=tiny") == "tiny.py: change it, then meshtrain train --config=tiny.py\n"
+    assert said("config", "--copy=tiny") == "tiny.py: edit it, then run meshtrain train --config=tiny.py\n"
     assert "done: step 3\n" in said("train", "--config=tiny.py", "--config.num_steps=3", *small)
     assert "def " in said("generate", "--config=tiny.py", "--prompt=def ", "--num-tokens=4")
     assert "2 x cpu" in said("plan", "--config=tiny", "--cluster=cpu:2", "--config.mesh.data=2", *small)

@@ -257,7 +257,7 @@ def test_what_has_no_time_is_a_line_below_the_table(run):
     found = run(config=small({"data": 8}, batch_size=2 * 8, accumulation_steps=2), sizes=[2, 8])
     assert "strong scaling: the batch stays 16 examples a step" in scaling_report.text(found)
     none = run(config=small({"data": 4}, batch_size=4), sizes=[2, 8])
-    assert "data on 8 devices: 4 sequences do not divide over 8 devices" in scaling_report.text(none)
+    assert "data on 8 devices: 4 sequences cannot be divided evenly over 8 devices" in scaling_report.text(none)
 
 
 def test_measured_links_take_the_place_of_the_assumed_ones(run):

@@ -78,7 +78,7 @@ def test_a_batch_that_does_not_divide_is_said():
     one = basis()
     point = strategies.point(one, plain(one)["data"], STRONG, 32)
     assert point.config is None
-    assert point.problem == "16 sequences do not divide over 32 devices"
+    assert point.problem == "16 sequences cannot be divided evenly over 32 devices"
 
 
 def test_what_cannot_fit_is_said_and_a_copy_takes_as_many_hosts_as_hold_it():
@@ -91,7 +91,7 @@ def test_what_cannot_fit_is_said_and_a_copy_takes_as_many_hosts_as_hold_it():
     assert found["hybrid"].fixed == {"fsdp": 4}
     assert plain(basis(large, capacity=30e9))["hybrid"].fixed == {"fsdp": 8}
     point = strategies.point(one, found["hybrid"], STRONG, 6)
-    assert "no multiple of the 4" in point.problem
+    assert "not a multiple of the 4" in point.problem
 
 
 def test_what_a_search_finds_is_a_way_of_any_size():

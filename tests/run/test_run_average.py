@@ -39,7 +39,10 @@ def restored(ran, directory, step=None, **chosen):
 
 def test_a_run_without_begins_them_at_its_weights_and_saves_them(begun):
     said, ran = begun
-    line = "meshtrain: WARNING: optimizer.average: got 0.9, and step 5 has no averages; they start from its weights"
+    line = (
+        "meshtrain: WARNING: optimizer.average: got 0.9, but step 5 has no averages; they start from the weights "
+        "of this step"
+    )
     assert line in said.getvalue().splitlines()
     before, after, saved = (
         restored(ran, ran.directory, step, averaged=averaged) for step, averaged in ((5, False), (6, False), (6, True))
@@ -53,7 +56,7 @@ def test_a_run_without_begins_them_at_its_weights_and_saves_them(begun):
 
 def test_a_run_with_averages_leaves_them_out(begun, run, straight, capsys):
     resumed = run(begun[1].directory, *FSDP)
-    line = "meshtrain: WARNING: optimizer.average: got 0.0, and step 6 has averages, which this run ignores"
+    line = "meshtrain: WARNING: optimizer.average: got 0.0, but step 6 has averages, which this run ignores"
     assert line in capsys.readouterr().err.splitlines()
     assert resumed.losses == pytest.approx(straight.losses, rel=1e-6)
     ours, theirs = resumed.result.state.opt_state, straight.result.state.opt_state
@@ -87,8 +90,8 @@ def test_a_run_without_averages_has_none_to_take(straight, tmp_path):
         with pytest.raises(UserError) as caught:
             main(words)
         assert str(caught.value) == (
-            f"--weights: got average, and step 10 in {straight.directory / 'checkpoints'} has no averages; allowed: "
-            "those of a run with optimizer.average; nearest: --weights=last"
+            f"--weights: got average, but step 10 in {straight.directory / 'checkpoints'} has no averages; allowed: "
+            "the averages of a run with optimizer.average; nearest: --weights=last"
         )
     assert not (tmp_path / "folder").exists()
 

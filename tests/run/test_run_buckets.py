@@ -46,13 +46,13 @@ def test_it_is_the_same_run_as_on_a_disk(ran, straight, bucket):
 def test_another_configuration_other_data_and_another_writer_are_refused(ran, command, bucket, tmp_path, corpus):
     here = f"checkpoint.directory={bucket}"
     assert refused(command(tmp_path / "new", here, "seed=5")) == (
-        f"{bucket} holds another run: seed: was 0, now 5",
+        f"{bucket} contains another run: seed: was 0, now 5",
         f"{bucket}: allowed: the run's own configuration; nearest: another --workdir",
     )
     other = corpus.with_name("other.txt")
     other.write_text(corpus.read_text()[1:])
     [line] = refused(command(tmp_path / "new", here, f"data.path={other}"))
-    assert "learned from data with hash" in line
+    assert "was trained on data with hash" in line
     [line, _] = refused(command(ran.directory, "checkpoint.directory=gs://runs/elsewhere"))
     assert "checkpoint.directory: was" in line
     (place(bucket) / OWNER).write_text(
@@ -60,8 +60,8 @@ def test_another_configuration_other_data_and_another_writer_are_refused(ran, co
     )
     [line] = refused(command(tmp_path / "new", here))
     assert re.fullmatch(
-        rf"checkpoint.directory: got {bucket}, used by process 7 on far 4\d s ago; allowed: one run in each; nearest: "
-        r"another, or the same in 5\d\d s",
+        rf"checkpoint.directory: got {bucket}, used by process 7 on far 4\d s ago; allowed: one run in each "
+        r"directory; nearest: another directory, or the same directory in 5\d\d s",
         line,
     )
     assert not (tmp_path / "new").exists()
@@ -81,7 +81,7 @@ def test_a_machine_without_any_file_goes_on_from_the_bucket_on_another_mesh(ran,
 def test_a_bucket_without_rights_is_refused_before_anything_is_written(bucket_server, command, tmp_path):
     [line] = refused(command(tmp_path / "run", "checkpoint.directory=gs://readonly/run"))
     assert line.startswith("gs://readonly/run: got no permission (Forbidden: ")
-    assert line.endswith("; nearest: the role storage.objectAdmin of the bucket")
+    assert line.endswith("; nearest: grant the role storage.objectAdmin on the bucket")
     assert not (tmp_path / "run").exists()
 
 
@@ -92,14 +92,14 @@ def test_a_run_goes_on_from_text_in_a_bucket_and_notices_that_an_object_has_chan
     text = place(f"{bucket}-text") / "words.txt"
     text.write_text(corpus.read_text()[1:])
     [line] = refused(command(directory, *changes))
-    assert "learned from data with hash" in line
+    assert "was trained on data with hash" in line
     text.write_text(corpus.read_text())
     for _ in range(2):  # the second start finds a run that is done
         again = run(directory, *changes)
         assert again.losses.items() <= straight.losses.items()
     text.write_text(corpus.read_text()[1:])
     [line] = refused(command(directory, *changes))
-    assert "learned from data with hash" in line
+    assert "was trained on data with hash" in line
 
 
 @pytest.mark.slow

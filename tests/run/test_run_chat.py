@@ -106,7 +106,7 @@ def test_messages_need_the_flag(tuned, tmp_path):
 def test_a_task_that_would_count_all_tokens_is_refused(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"prompt": "1", "completion": "2"}\n')
     task = Task(lambda rng: {}, lambda *given: None, {"tokens": Entry((8, 32), np.int32, ("batch", "sequence"))})
-    with pytest.raises(UserError, match=r"^data.source: got chat, whose answers alone count, with a task whose batch"):
+    with pytest.raises(UserError, match=r"^data.source: got chat, which trains only on answers, with a task whose"):
         open_data(
             Config(data=DataOptions("chat", path=str(tmp_path / "a.jsonl")), batch_size=8, sequence_length=32), task
         )

@@ -22,7 +22,7 @@ def task(**states):
 def test_synthetic_data_have_the_vocabulary_of_the_task():
     assert SYNTHETIC.model.vocab_size == 257
     assert open_data(SYNTHETIC, task(vocab_size=50)).train.vocab_size == 50
-    with pytest.raises(UserError, match=r"data\.source: got synthetic, and this task states no vocabulary"):
+    with pytest.raises(UserError, match=r"data\.source: got synthetic, but this task has no vocabulary"):
         open_data(SYNTHETIC, task())
 
 

@@ -58,7 +58,8 @@ def test_only_a_mesh_that_takes_what_is_left_may_have_fewer():
     config = Config()
     assert elastic.check(dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, data=-1))) == []
     assert elastic.check(config) == [
-        "mesh.data: got 1, in a job that may go on with fewer processes; allowed: -1, what is left; nearest: "
+        "mesh.data: got 1, in a job that may continue with fewer processes; allowed: -1, the remaining devices; "
+        "nearest: "
         "mesh.data=-1"
     ]
 

@@ -222,12 +222,12 @@ WRONG = {
     "a missing file": (["--config.data.path=nowhere.txt"], "data.path: got 'nowhere.txt', which does not exist"),
     "an empty file": (["--config.data.path=empty.txt"], "data.path: got 'empty.txt', which is empty"),
     "no UTF-8": (["--config.data.path=whole.txt,latin.txt"], "data.path: 'latin.txt' is not UTF-8"),
-    "nothing to predict": (["--config.data.path=nothing.jsonl"], "data.path: 'nothing.jsonl' has no document of two"),
-    "another field": (["--config.data.path=other.jsonl"], "data.text_field: got 'text', which holds no text"),
-    "tokens as text": (["--config.data.path=ids.bin"], "data.path: got 'ids.bin', which holds tokens"),
+    "nothing to predict": (["--config.data.path=nothing.jsonl"], "data.path: 'nothing.jsonl' has no document with two"),
+    "another field": (["--config.data.path=other.jsonl"], "data.text_field: got 'text', which has no text"),
+    "tokens as text": (["--config.data.path=ids.bin"], "data.path: got 'ids.bin', which contains tokens"),
     "ids past the vocabulary": (
         ["--config.data.source=tokens", "--config.data.path=ids.bin"],
-        "data.path: 'ids.bin' holds id 299",
+        "data.path: 'ids.bin' contains id 299",
     ),
     "no validation split": (
         ["--config.data.validation_fraction=0"],
@@ -239,7 +239,7 @@ WRONG = {
     ),
     "too many devices": (["--config.mesh.data=16", "--config.batch_size=32"], "mesh: got 32 devices"),
     "weights of another shape": (["--config.model.mlp_dim=128"], "params/layers/mlp/down: got float32"),
-    "another task": (["--config.task=docs.guide.own_model:eight_bytes"], "model.embed_dim: unknown key"),
+    "another task": (["--config.task=docs.guide.own_model:eight_bytes"], "config.json: task: got 'docs.guide"),
 }
 
 

@@ -50,5 +50,5 @@ def test_what_fits_nowhere_is_one_line():
     with pytest.raises(UserError) as caught:
         without_pipeline(config, shape)
     [line] = caught.value.problems
-    assert line.startswith("mesh.pipeline: got 4; allowed: a size that tensor or fsdp can take over")
+    assert line.startswith("mesh.pipeline: got 4; allowed: a size that tensor or fsdp can replace")
     assert line.endswith("nearest: --config.mesh.pipeline=1")

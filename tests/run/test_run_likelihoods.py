@@ -150,7 +150,7 @@ def test_a_task_without_logits_or_with_another_batch_is_one_line(scored):
     assert likelihoods.problems_of_task(assembly) == []
     mute = dataclasses.replace(assembly.placed, task=dataclasses.replace(assembly.task, logits=None))
     [line] = likelihoods.problems_of_task(dataclasses.replace(assembly, placed=mute))
-    assert line.startswith("task: got one without logits; allowed for likelihoods: ")
+    assert line.startswith("task: got a task without logits; allowed for likelihoods: ")
     other = dataclasses.replace(assembly.states, batch={"tokens": None, "images": None})
     [line] = likelihoods.problems_of_task(dataclasses.replace(assembly, states=other))
     assert line.startswith("task: got a batch of tokens, images; allowed for likelihoods: tokens, targets, ")

@@ -93,8 +93,8 @@ def test_checkpoints_that_are_missing_are_not_taken_for_a_new_run(how, elsewhere
     with pytest.raises(UserError) as caught:
         trained(run, **checkpoint)
     assert caught.value.problems == (
-        f"workdir {run}: its run has saved step 1, and {place} has no complete checkpoint; allowed: its checkpoints "
-        f"there; nearest: mount or copy them there, another --workdir, or `rm -r {run}` to begin again",
+        f"workdir {run}: its run has saved step 1, but {place} has no complete checkpoint; allowed: its checkpoints "
+        f"in this place; nearest: mount or copy them to this place, another --workdir, or `rm -r {run}` to start again",
     )
     assert (run / "metrics.jsonl").read_bytes() == before
 
@@ -114,7 +114,7 @@ def test_a_run_that_resumes_notes_that_it_was_saved(tmp_path):
     trained(tmp_path / "old", steps=2, directory=str(place))
     trained(tmp_path / "new", steps=2, directory=str(place))
     shutil.rmtree(place)
-    with pytest.raises(UserError, match=r"its run has saved step 2, and"):
+    with pytest.raises(UserError, match=r"its run has saved step 2, but"):
         trained(tmp_path / "new", directory=str(place))
 
 
@@ -147,7 +147,7 @@ def test_a_folder_that_is_lost_ends_the_run_with_one_line_and_is_not_made_again(
     assert len(lines) == 1, lines
     name = "workdir" if lost == run else "checkpoint.directory"
     assert lines[0].startswith(f"meshtrain: not saved: {name}")
-    assert "in place of this run's; allowed: the run's own folder until the end" in lines[0]
+    assert "instead of this run's folder; allowed: the run's own folder until the end" in lines[0]
     left = sorted(path.name for path in lost.iterdir()) if lost.exists() else None
     assert left == (["notes"] if what.endswith("replaced") else None)
     assert 1 in checkpoint_steps(tmp_path / "old" / CHECKPOINTS if lost == run else tmp_path / "old")
@@ -170,9 +170,7 @@ def test_what_a_save_in_flight_has_made_again_is_removed(during, capsys, tmp_pat
 def test_a_lost_file_of_rows_stops_the_run_after_a_save(during, capsys, tmp_path):
     during(2, (tmp_path / "metrics.jsonl").unlink)
     [line] = ended(capsys, lambda: trained(tmp_path, steps=9, every=0))
-    assert line.startswith(
-        f"meshtrain: not saved: {tmp_path / 'metrics.jsonl'}: got nothing in place of the run's rows"
-    )
+    assert line.startswith(f"meshtrain: not saved: {tmp_path / 'metrics.jsonl'}: got nothing instead of the run's rows")
     assert line.endswith("; saved at step 3 of 9; the same command resumes from there")
     assert checkpoint_steps(tmp_path / CHECKPOINTS) == [3]
     assert trained(tmp_path, steps=9).state.step == 9

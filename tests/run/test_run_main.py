@@ -221,7 +221,7 @@ def test_ctrl_c_during_the_start_ends_at_once_and_leaves_nothing(command, tmp_pa
         process.kill()
     assert (process.returncode, output) == (75, ""), error
     assert error.splitlines() == [
-        "meshtrain: interrupted: before the first step, so nothing is lost; the same command starts again"
+        "meshtrain: interrupted: before the first step, so nothing is lost; the same command starts the run again"
     ]
     assert not (tmp_path / "runs").exists()
 

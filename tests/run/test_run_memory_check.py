@@ -98,7 +98,7 @@ def test_what_no_change_can_hold_is_a_plan_for_a_cluster(host):
         memory_check.refuse_too_large(assembled(config))
     assert (
         memory_check._plan(10**12 * 3 // 2)
-        == "a cluster: meshtrain plan --cluster=h100:3x8 --search, same configuration"
+        == "a cluster: meshtrain plan --cluster=h100:3x8 --search with the same configuration"
     )
 
 
@@ -142,7 +142,7 @@ def fake(platform, stats):
 def test_an_accelerator_has_memory_of_its_own_and_simulated_devices_share_the_hosts(host):
     host(1000)
     assert memory_check.room_of(fake("cpu", None)) == Room(1000, 2, True, "the memory of this machine or container")
-    card = Room(5, 1, False, "the part of one a card that JAX uses")
+    card = Room(5, 1, False, "the part of the memory of a a card that JAX uses")
     assert memory_check.room_of(fake("gpu", {"bytes_limit": 5})) == card
     assert memory_check.room_of(fake("gpu", None)) is None
     host(None)
@@ -165,7 +165,7 @@ def test_a_step_that_may_not_fit_is_one_warning(host, capsys):
     assert capsys.readouterr().err == ""
     memory_check.warn_of_large_step(assembly, compiled(2**21))
     [line] = capsys.readouterr().err.splitlines()
-    assert "the compiled step takes up to 16 MiB, and 8 MiB is the memory of this machine" in line
+    assert "the compiled step needs up to 16 MiB, but 8 MiB is the memory of this machine" in line
     assert "nearest: --config.zero.level=1" in line
 
 
@@ -196,7 +196,7 @@ def test_memory_that_runs_out_is_one_line(where, error, command, tmp_path, monke
     with pytest.raises(UserError) as caught:
         main(command(tmp_path / "run", "mesh.data=8", "num_steps=2"))
     [line] = caught.value.problems
-    assert line.startswith(f"memory: got '{error}'; planned for a device: training state ")
+    assert line.startswith(f"memory: got '{error}'; planned per device: training state ")
     assert ("peak" in line) == (where == "run")
     assert "largest arrays: " in line
     assert fix_of(line) == {"zero.level": 1}

@@ -127,7 +127,7 @@ def test_arrays_are_compared_piece_by_piece():
     assert differing_arrays({"w": array}, [held(array, left), held(other, right)]) == [f"w: another value in {right}"]
     # A copy that differs is found beside the right one.
     assert differing_arrays({"w": array}, [held(array, left, right), held(other, right)])
-    assert differing_arrays({"w": array}, [held(array, left)]) == ["w: not held by anybody as a whole"]
+    assert differing_arrays({"w": array}, [held(array, left)]) == ["w: no process has the complete array"]
     whole = ((0, 4), (0, 6))
     assert differing_arrays({"w": array}, [held(array.astype(np.float64), whole)]) == ["w: another dtype or size"]
     assert differing_arrays({"w": array, "v": array}, [held(array, whole)])[0] == "process 0: other arrays"

@@ -73,7 +73,7 @@ def test_evaluations_continue_prompts_and_compile_once(changes, run, prompts, tm
     ("lines", "changes", "said"),
     [
         (None, (), "eval_prompts: got '{}', nothing there; allowed: a file with lines like"),
-        ("", (), "eval_prompts: got '{}', which holds no prompt; allowed: at least one line"),
+        ("", (), "eval_prompts: got '{}', which contains no prompt; allowed: at least one line"),
         ('{"text": "a"}\n', (), "eval_prompts: {}, line 1: got text; allowed: a JSON object with 'prompt'"),
         ('{"messages": [{"role": "user", "content": "a"}]}\n', (), "data.chat_template: got ''"),
         ('{"prompt": "a"}\n', ("data.source=synthetic", "data.path="), "eval_prompts: got it with data without text"),

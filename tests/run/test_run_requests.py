@@ -85,7 +85,7 @@ def test_a_pipeline_is_folded(straight, capsys):
         (
             ["--config.data.source=synthetic", "--config.data.path="],
             None,
-            "data.source: got synthetic, whose ids are no text; allowed for the harness: data with a tokenizer",
+            "data.source: got synthetic, whose ids are not text; allowed for the harness: data with a tokenizer",
         ),
     ],
 )

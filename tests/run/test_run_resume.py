@@ -138,7 +138,7 @@ def test_a_run_cannot_go_back(stopped, command):
     with pytest.raises(UserError) as caught:
         main(command(stopped(*FSDP), *FSDP, "num_steps=4"))
     assert str(caught.value) == (
-        "num_steps: got 4, and the workdir's run is at step 5; allowed: at least 5; nearest: 5"
+        "num_steps: got 4, but the run in the workdir is at step 5; allowed: at least 5; nearest: 5"
     )
 
 
@@ -172,7 +172,7 @@ def test_the_data_of_a_run_must_stay_the_same(stopped, command, corpus, written)
     try:
         corpus.write_text(text + "more\n")
         before = written(directory)
-        with pytest.raises(UserError, match=r"its run learned from data with hash .*nearest: another --workdir"):
+        with pytest.raises(UserError, match=r"its run was trained on data with hash .*nearest: another --workdir"):
             main(command(directory, *FSDP, "num_steps=12"))
         assert written(directory) == before
     finally:

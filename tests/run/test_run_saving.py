@@ -92,7 +92,7 @@ def without_validation(config):
         (
             "eval_loss",
             without_validation,
-            "checkpoint.keep_best: got 1, and there are no validation examples to compare checkpoints by; allowed: 0, "
+            "checkpoint.keep_best: got 1, but there are no validation examples to compare checkpoints; allowed: 0, "
             "or data with a validation split; nearest: checkpoint.keep_best=0",
         ),
     ],

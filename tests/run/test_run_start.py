@@ -53,7 +53,7 @@ def test_a_learning_rate_that_rises_again_is_said_with_both_numbers(tmp_path, ca
     [line] = said(tmp_path, COSINE, longer(80), capsys)
     assert line == (
         "meshtrain: WARNING: learning rate: 0.000307 at step 40, 0.00195 at step 41: its decay was to end at step "
-        "40 and now ends at 80; --config.learning_rate.decay_steps=40 leaves it as it was"
+        "40 and now ends at 80; --config.learning_rate.decay_steps=40 restores the former rate"
     )
     [line] = said(tmp_path, COSINE, longer(80), capsys, step=42, skipped=2)
     assert "0.000307 at step 42, 0.00195 at step 43" in line, "skipped steps are no updates"

@@ -92,7 +92,7 @@ def test_other_data_at_the_same_path_are_one_line(made, tmp_path, told):
     with pytest.raises(UserError, match=r"^processes: data differs: fingerprint is '\w{16}' in process 1 and") as error:
         refuse_unequal_data(*of_each[1], 0)
     assert len(error.value.problems) == 1
-    assert error.value.problems[0].endswith("nearest: the same files on every machine, as in one shared folder")
+    assert error.value.problems[0].endswith("nearest: the same files on every machine, for example in a shared folder")
 
 
 CONFIG = resolve({**SMALL, "data": {"source": "synthetic"}})

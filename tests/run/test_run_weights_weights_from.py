@@ -165,7 +165,7 @@ def test_text_is_read_with_the_tokenizer_of_the_model(with_text, tmp_path):
 
     [line] = lines()
     assert line.startswith(
-        f"init_from: data.tokenizer: got 'bytes', and the model has learned the tokens of {with_text}"
+        f"init_from: data.tokenizer: got 'bytes', but the model was trained with the tokens of {with_text}"
     )
     assert line.endswith(f"; nearest: --config.data.tokenizer={with_text}")
     assert lines(tokenizer=str(with_text)) == lines(tokenizer=f"{with_text}/tokenizer.json") == []
@@ -206,7 +206,7 @@ def test_a_run_that_ends_in_its_warm_up_is_warned_of(name, tmp_path, capsys):
     config = Config(num_steps=30, learning_rate=LearningRateOptions(name=name))
     assert preflight.check(config, tmp_path, 0) == []
     assert capsys.readouterr().err == (
-        "meshtrain: WARNING: learning_rate.warmup_steps: got 100, and num_steps = 30 end before the peak; nearest: "
+        "meshtrain: WARNING: learning_rate.warmup_steps: got 100, but num_steps = 30 end before the peak; nearest: "
         "--config.learning_rate.warmup_steps=3\n"
     )
     preflight.check(dataclasses.replace(config, num_steps=100), tmp_path, 0)
@@ -256,7 +256,7 @@ def test_wrong_words_are_refused_together(tmp_path):
     ]
     assert [line[: len(begin)] for line, begin in zip(error.value.problems, starts, strict=True)] == starts
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
-    makes = f"`hf export --workdir={tmp_path / 'run'} --to=DIR` makes one"
+    makes = f"`hf export --workdir={tmp_path / 'run'} --to=DIR` creates one"
     with pytest.raises(UserError, match=f"allowed: a Hugging Face folder; nearest: {makes}"):
         hugging_face.main(["config", str(tmp_path / "run")])
     for words, line in (

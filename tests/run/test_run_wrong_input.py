@@ -49,7 +49,7 @@ def refused(command, written):
 
 def test_more_devices_than_there_are(refused, tmp_path):
     [line] = refused(tmp_path, "mesh.data=16", "batch_size=16")
-    assert line.startswith("mesh: got 16 devices; allowed: at most the 8 CPU devices there are; nearest: ")
+    assert line.startswith("mesh: got 16 devices; allowed: at most the 8 available CPU devices; nearest: ")
 
 
 def test_what_the_devices_make_of_an_open_axis(refused, tmp_path):
@@ -57,7 +57,7 @@ def test_what_the_devices_make_of_an_open_axis(refused, tmp_path):
     [line] = refused(tmp_path, "mesh.data=-1", "batch_size=12")
     assert line.startswith("batch_size: got 12; allowed: a multiple of 8 = mesh.data 8")
     [line] = refused(tmp_path, "mesh.pipeline=-1")
-    assert line.startswith("model.num_layers: got 4, with which a stage of mesh.pipeline 8 x")
+    assert line.startswith("model.num_layers: got 4, so that a stage of mesh.pipeline 8 x")
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_what_the_devices_make_of_an_open_axis(refused, tmp_path):
         (None, ["does not exist"]),
         (b"", ["empty"]),
         (b"\xff\xfe\x00binary", ["UTF-8"]),
-        (b"short", ["tokens are left", "nearest: "]),
+        (b"short", ["data: only 6 tokens for", "nearest: "]),
     ],
 )
 def test_data_that_cannot_be_read(refused, tmp_path, content, words):
@@ -85,7 +85,7 @@ def test_token_ids_past_the_vocabulary(refused, tmp_path):
     described |= {"tokenizer": "bytes", "tokenizer_sha256": "", "end_token": ""}
     path.with_name("ids.bin.json").write_text(json.dumps(described))
     [line] = refused(tmp_path / "run", "data.source=tokens", f"data.path={path}", "model.vocab_size=257")
-    assert "holds id 257 at token 257; allowed: ids below model.vocab_size, 257; nearest: set it to 300" in line
+    assert "contains id 257 at token 257; allowed: ids below model.vocab_size, 257; nearest: set it to 300" in line
 
 
 def test_a_tracker_that_is_not_there(refused, tmp_path, monkeypatch):
@@ -111,10 +111,10 @@ def test_another_runs_workdir(refused, stopped):
     directory = stopped(*FSDP)
     lines = refused(directory, "seed=4", "model.mlp_dim=128", "mesh.tensor=2", "num_steps=3")
     assert lines == [
-        f"workdir {directory} holds another run: seed: was 0, now 4",
-        f"workdir {directory} holds another run: model.mlp_dim: was 64, now 128",
+        f"workdir {directory} contains another run: seed: was 0, now 4",
+        f"workdir {directory} contains another run: model.mlp_dim: was 64, now 128",
         f"workdir {directory}: allowed: the run's own configuration; nearest: another --workdir",
-        "num_steps: got 3, and the workdir's run is at step 5; allowed: at least 5; nearest: 5",
+        "num_steps: got 3, but the run in the workdir is at step 5; allowed: at least 5; nearest: 5",
     ]
 
 

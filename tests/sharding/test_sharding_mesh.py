@@ -91,8 +91,8 @@ def test_simulated_devices_fit_the_mesh(options, expected):
 def test_every_bad_size_is_reported_at_once():
     found = check(MeshOptions(data=0, fsdp=-2, tensor=-1, pipeline=-1))
     assert found == [
-        "mesh.data: got 0; allowed: at least 1, or -1 for what is left; nearest: 1",
-        "mesh.fsdp: got -2; allowed: at least 1, or -1 for what is left; nearest: -1",
+        "mesh.data: got 0; allowed: at least 1, or -1 for the remaining devices; nearest: 1",
+        "mesh.fsdp: got -2; allowed: at least 1, or -1 for the remaining devices; nearest: -1",
         "mesh.pipeline, mesh.tensor: got -1 for 2 axes; allowed: -1 for one; nearest: mesh.tensor=1",
     ]
     with pytest.raises(UserError) as error:
@@ -106,10 +106,10 @@ def test_every_bad_size_is_reported_at_once():
     [
         (MeshOptions(data=-1, tensor=3), 1, "mesh.data=2, which leaves 2 unused"),
         (MeshOptions(data=-1, tensor=16), 1, "smaller axes"),
-        (MeshOptions(data=4, tensor=4), 1, "at most the 8 there are; nearest: mesh.data=2"),
+        (MeshOptions(data=4, tensor=4), 1, "at most the 8 available devices; nearest: mesh.data=2"),
         (MeshOptions(tensor=16), 1, "nearest: mesh.tensor=8"),
-        (MeshOptions(data=2, tensor=2), 2, "exactly the 8 of 2 processes; nearest: mesh.data=4"),
-        (MeshOptions(tensor=3), 2, "exactly the 8 of 2 processes; nearest: mesh.tensor=8"),
+        (MeshOptions(data=2, tensor=2), 2, "exactly the 8 devices of 2 processes; nearest: mesh.data=4"),
+        (MeshOptions(tensor=3), 2, "exactly the 8 devices of 2 processes; nearest: mesh.tensor=8"),
     ],
 )
 def test_sizes_that_do_not_fit_name_the_nearest_that_do(options, processes, expected):
@@ -134,7 +134,7 @@ def test_a_mesh_has_auto_axes_and_takes_the_first_devices():
 
 
 def test_too_few_devices_are_refused():
-    with pytest.raises(UserError, match=r"16 devices; allowed: at most the 8 there are; nearest: mesh\.data=1"):
+    with pytest.raises(UserError, match=r"16 devices; allowed: at most the 8 available devices; nearest: mesh\.data=1"):
         make_mesh(shape_of(data=2, tensor=8), jax.devices())
 
 

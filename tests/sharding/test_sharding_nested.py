@@ -94,7 +94,7 @@ def test_an_axis_that_is_manual_already_is_neither_entered_nor_named():
 
 def test_an_axis_that_the_mesh_lacks_is_no_axis_to_enter():
     mesh = mesh_of(with_groups=False, data=2, fsdp=2)
-    with pytest.raises(AssertionError, match="no such axes of the mesh"):
+    with pytest.raises(AssertionError, match="the mesh does not have the axes"):
         on_shards(mesh, lambda x: x, PartitionSpec(), PartitionSpec(), axes=frozenset({GROUP}))
 
 

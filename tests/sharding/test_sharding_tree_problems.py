@@ -20,7 +20,7 @@ def lines(tree, axes, rules=RULES, mesh=None, level=0, **more):
 def test_a_size_that_does_not_divide_names_path_shape_rule_axis_and_the_nearest():
     (line,) = lines({"mlp": {"up": array(8, 101)}}, {"mlp": {"up": ("embed", "mlp")}}, mesh=shape_of(tensor=8))
     assert line == (
-        "mlp/up: shape (8, 101): dim 1 has size 101, and rule 'mlp' splits it over mesh.tensor = 8; "
+        "mlp/up: shape (8, 101): dim 1 has size 101, but rule 'mlp' splits it over mesh.tensor = 8; "
         "allowed: multiples of 8; nearest: 104, or mesh.tensor=1"
     )
     (line,) = lines({"kv": array(8, 2, 4)}, {"kv": ("embed", "kv_heads", "head_dim")}, mesh=shape_of(tensor=8))
@@ -60,7 +60,7 @@ def test_an_array_without_a_tuple_of_axes_is_refused(axes):
 
 def test_axes_without_an_array_are_refused():
     (line,) = lines({"kernel": array(8)}, {"kernel": ("embed",), "kernal": ("embed",)})
-    assert line.startswith("kernal: got logical axes ('embed',), but there is no such array")
+    assert line.startswith("kernal: got logical axes ('embed',), but there is no array with this path")
     assert "did you mean 'kernel'" in line
 
 
@@ -93,16 +93,17 @@ def test_equal_dims_are_one_line_that_names_the_option_and_one_size_of_the_axis_
     }
     heads, table, mlp = sorted(lines(tree, names, mesh=shape_of(tensor=7), options=OPTIONS), key=lambda line: line[:12])
     assert mlp == (
-        "model.vocab_multiple: got 128, which makes 384, for dim 'vocab' of table; allowed: a multiple of 7, as it is "
-        "split over mesh.tensor = 7; nearest: 126, or mesh.tensor=2"
+        "model.vocab_multiple: got 128, which makes 384, for dim 'vocab' of table; allowed: a multiple of 7, "
+        "because it is split over mesh.tensor = 7; nearest: 126, or mesh.tensor=2"
     )
     assert heads == (
-        "model.mlp_dim: got 510 for dim 'mlp' of up; allowed: a multiple of 7, as it is split over mesh.tensor = 7; "
+        "model.mlp_dim: got 510 for dim 'mlp' of up; allowed: a multiple of 7, because it is split over mesh.tensor = "
+        "7; "
         "nearest: 511, or mesh.tensor=2"
     )
     assert table == (
-        "model.num_heads: got 4 for dim 'heads' of output and 1 more; allowed: a multiple of 7, as it is split over "
-        "mesh.tensor = 7; nearest: 7, or mesh.tensor=2"
+        "model.num_heads: got 4 for dim 'heads' of output and 1 more; allowed: a multiple of 7, because it is "
+        "split over mesh.tensor = 7; nearest: 7, or mesh.tensor=2"
     )
 
 
@@ -122,13 +123,14 @@ UNEVEN_NAMES = {"up": ("layers", "embed", "mlp"), "down": ("layers", "mlp", "emb
 
 
 @pytest.mark.parametrize(
-    "level, what", [(1, "moments"), (2, "moments and sums of gradients"), (3, "weights, gradients and moments")]
+    "level, what", [(1, "moments"), (2, "moments and gradient sums"), (3, "weights, gradients and moments")]
 )
 def test_a_level_that_splits_nothing_is_an_error_with_the_nearest_sizes(level, what):
     (line,) = lines(UNEVEN, UNEVEN_NAMES, mesh=shape_of(data=8), level=level)
     assert line == (
-        f"mesh.data: got 8 at ZeRO level {level}, and 8 divides no dim of down (4, 300, 100), up (4, 100, 300): the "
-        f"{what} of 100% of the bytes of all matrices would be whole on each device; allowed: at most 1%; nearest: "
+        f"mesh.data: got 8 at ZeRO level {level}, but 8 divides no dim of down (4, 300, 100), up (4, 100, 300): the "
+        f"{what} of 100% of the bytes of all matrices would be replicated on each device; allowed: at most 1%; "
+        "nearest: "
         "mesh.data=10, or down of shape (4, 304, 100)"
     )
     assert lines(UNEVEN, UNEVEN_NAMES, mesh=shape_of(data=8)) == []
@@ -168,7 +170,8 @@ def test_fsdp_that_no_rule_lets_split_is_an_error_unless_it_was_chosen():
     tree, names = {"w": array(8, 8), "norm": array(8)}, {"w": (None, "mlp"), "norm": ("norm",)}
     (line,) = lines(tree, names, mesh=shape_of(fsdp=2))
     assert line == (
-        "mesh.fsdp: got 2, and no rule splits w (8, 8) over fsdp: 100% of the bytes of all matrices would be whole on "
-        "each device; allowed: at most 1%; nearest: mesh.fsdp=1, or a dim with the logical axis 'embed'"
+        "mesh.fsdp: got 2, but no rule splits w (8, 8) over fsdp: 100% of the bytes of all matrices would be "
+        "replicated on each device; allowed: at most 1%; nearest: mesh.fsdp=1, or a dim with the logical axis "
+        "'embed'"
     )
     assert lines(tree, names, extend(RULES, Rule("mlp", ("tensor",))), mesh=shape_of(fsdp=2)) == []

@@ -56,8 +56,8 @@ def test_gradients_are_what_the_step_allocates_on_each_replica(level):
 
 
 def test_explain_prints_one_line_for_a_device():
-    (line,) = [line for line in explain.text(assembled(2, data=8)).splitlines() if line.startswith("a device")]
-    assert line == "a device     parameters 449 KiB, gradients 56.2 KiB, moments 112 KiB"
+    (line,) = [line for line in explain.text(assembled(2, data=8)).splitlines() if line.startswith("per device")]
+    assert line == "per device   parameters 449 KiB, gradients 56.2 KiB, moments 112 KiB"
 
 
 @pytest.mark.parametrize("mesh", [{"data": 8}, {"data": 2, "fsdp": 4}], ids=str)

@@ -46,9 +46,9 @@ def test_a_field_has_its_own_axes_wherever_it_stands(order):
 
 def test_a_field_without_axes_is_named():
     without = {name: axes for name, axes in OF_FIELDS.items() if name != "residual"}
-    with pytest.raises(AssertionError, match=r"Variant\.residual has arrays and no logical axes"):
+    with pytest.raises(AssertionError, match=r"Variant\.residual has arrays but no logical axes"):
         axes_of_leaves(variant("step", "params", "residual", "opt_state"), without)
-    with pytest.raises(AssertionError, match=r"Variant\.params has 2 arrays, and 1 axes"):
+    with pytest.raises(AssertionError, match=r"Variant\.params has 2 arrays but 1 logical axes"):
         axes_of_leaves(variant("step", "params"), OF_FIELDS | {"params": [WEIGHT]})
 
 

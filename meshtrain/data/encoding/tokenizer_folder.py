@@ -23,7 +23,7 @@ def read_tokenizer_json(file: Path, fix: str) -> JsonObject:
     try:
         content = read_json(file.read_bytes())
         if not isinstance(content, dict):
-            raise ValueError(f"it holds {type(content).__name__}")
+            raise ValueError(f"it contains {type(content).__name__}")
     except (OSError, ValueError) as error:
         fault = f"'{file}' cannot be read ({error})"
         problem = Problem("data.tokenizer", fault=fault, allowed="a JSON object in UTF-8", nearest=fix)
@@ -49,7 +49,7 @@ def settings(path: str, name: str = SETTINGS) -> JsonObject:
     file = Path(path, name)
     if what_is_at(file) != "a file":
         return {}
-    return read_tokenizer_json(file, f"data.tokenizer={tokenizer_file(path)}, which is read alone")
+    return read_tokenizer_json(file, f"data.tokenizer={tokenizer_file(path)}, without the other files of its folder")
 
 
 def special_tokens(content: JsonObject) -> dict[str, str]:

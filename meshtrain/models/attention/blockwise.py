@@ -105,8 +105,8 @@ def attend(
     """
     (num_sequences, length, num_heads, head_dim), (num_tokens, num_groups), dtype = q.shape, k.shape[1:3], q.dtype
     causal = attention.causal
-    assert not causal or length == num_tokens or first is not None, "a causal query and its key have the same place"
-    assert causal or not attention.window, "a window is counted back from the query"
+    assert not causal or length == num_tokens or first is not None, "causal attention has as many queries as keys"
+    assert causal or not attention.window, "a window requires causal attention"
     if dtype == jnp.float16:
         # Only GPUs have a product of float16 with a float32 result.
         q, k, v = (x.astype(jnp.float32) for x in (q, k, v))

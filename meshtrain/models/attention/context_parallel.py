@@ -42,7 +42,7 @@ def by_heads(attend: Attend, axes: tuple[str, ...]) -> Attend:
         q: jax.Array, k: jax.Array, v: jax.Array, documents: Documents, *others: jax.Array | None
     ) -> jax.Array:
         num_parts = jax.lax.axis_size(axes)
-        assert q.shape[2] % num_parts == 0, "the parts of a sequence divide the heads"
+        assert q.shape[2] % num_parts == 0, "the number of heads is a multiple of the parts of a sequence"
         k, v = (_repeat_heads(x, math.lcm(x.shape[2], num_parts)) for x in (k, v))
         q, k, v = (jax.lax.all_to_all(x, axes, 2, 1, tiled=True) for x in (q, k, v))
         of_queries = [x is not None and x.ndim == q.ndim - 1 for x in others]

@@ -56,7 +56,7 @@ def attend(
     if seen is not None:
         mask = seen[None, None] if mask is None else mask & seen
     if cap or sinks is not None:
-        assert how == "xla", "the kernel has no cap and no sinks"
+        assert how == "xla", "the kernel supports neither cap nor sinks"
         return _plain_attention(q, k, v, mask, causal, attention, sinks).astype(dtype)
     return jax.nn.dot_product_attention(
         q, k, v, mask=mask, scale=attention.scale, is_causal=causal, implementation=how, local_window_size=local

@@ -64,8 +64,8 @@ class LatentAttention(MultiHead):
           stretch: YaRN factor of all channels of queries and keys (in `MultiHead`, only rotary positions have it), a
             number or float32 scalar; None: no factor.
         """
-        assert memory is None, "a latent is one of the sequence itself"
-        assert angles is not None, "some channels are rotary"
+        assert memory is None, "latent attention has no memory"
+        assert angles is not None, "latent attention has rotary channels"
         latents = self._latents(x, angles)
         if self.is_mutable_collection(NEW) and not self.is_initializing():
             self.put_variable(NEW, LATENTS, latents)

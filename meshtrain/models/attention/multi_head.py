@@ -110,9 +110,11 @@ class MultiHead(nn.Module):
         """
         attention, (source, of_keys) = self.attention, (x, documents) if memory is None else memory
         causal = attention.causal
-        assert memory is None or (angles is None and not causal), "a memory has no order relative to the queries"
-        assert (documents is None) == (of_keys is None), "either queries and keys have documents, or none of them"
-        assert causal or not attention.window, "a window is counted back from the query"
+        assert memory is None or (angles is None and not causal), (
+            "attention to a memory is not causal and has no rotary positions"
+        )
+        assert (documents is None) == (of_keys is None), "both queries and keys have documents, or neither"
+        assert causal or not attention.window, "a window requires causal attention"
         q = self._norm_heads("query", self._project("query", x, attention.num_heads, "heads"), "heads")
         k, v = self._keys_and_values(source, angles, slots, stretch)
         q = q if angles is None else rotate(q, angles, stretch)

@@ -82,7 +82,7 @@ def chosen(case: Case) -> tuple[str, str]:
         why = f"{why}; JAX's Pallas kernel does not support {' or '.join(refused or ['this version of JAX'])}"
     if math.prod(case.lengths) >= blockwise.FROM**2:
         return "blockwise", why
-    return "xla", f"{why}, and scores are small below {blockwise.FROM:,} tokens"
+    return "xla", f"{why}; below {blockwise.FROM:,} tokens, all scores need little memory"
 
 
 def _unsupported(kernel: str, case: Case) -> list[str]:
@@ -127,7 +127,7 @@ def problems(attention: Attention, computes_in: str, mesh_shape: Mapping[str, in
             problems.append(
                 Problem(
                     "model.attention",
-                    got=f"{asked} with model.{option} = {value}, which its kernel cannot do",
+                    got=f"{asked} with model.{option} = {value}, which its kernel does not support",
                     allowed="auto, xla, blockwise, splash",
                     nearest="model.attention=auto",
                     depends_on=[f"model.{option}"],
@@ -142,8 +142,8 @@ def problems(attention: Attention, computes_in: str, mesh_shape: Mapping[str, in
             Problem(
                 "model.attention",
                 got=(
-                    f"{asked} with model.num_heads = {heads}, no multiple of {num_shards} = {over}, so that keys are "
-                    "gathered for parts of the queries"
+                    f"{asked} with model.num_heads = {heads}, which is not a multiple of {num_shards} = "
+                    f"{over}, so keys are gathered for parts of the queries"
                 ),
                 allowed=", ".join(TAKE_PARTS),
                 nearest=f"model.attention=auto, or mesh.{CONTEXT}={fits}",
@@ -183,8 +183,8 @@ def exchange(attention: Attention, more: float, mesh_shape: Mapping[str, int]) -
         return ""
     if gathers_keys(attention, mesh_shape):
         return (
-            f"all-gather of keys and values over {CONTEXT}, as {num_heads} heads are not a multiple of "
-            f"{num_shards} devices a sequence: each device computes its queries with all keys, {more:.3g} times the "
+            f"all-gather of keys and values over {CONTEXT}, because {num_heads} heads are not a multiple of "
+            f"{num_shards} devices per sequence: each device computes its queries with all keys, {more:.3g} times the "
             "products of attention"
         )
     of_tensor = attention.num_kv_heads // (num_shards // size)

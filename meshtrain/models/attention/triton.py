@@ -61,12 +61,12 @@ def attend(
     Raises:
       UserError: this version of JAX does not have the kernel, or has it with other parameters.
     """
-    assert attention.window == attention.cap == 0, "refused with the configuration"
+    assert attention.window == attention.cap == 0, "the configuration check rejects this"
     if not is_there():
         raise UserError(
             Problem(
                 "model.attention",
-                got="triton, whose kernel this version of JAX does not have",
+                got="triton, but this version of JAX does not have its kernel",
                 allowed="auto, xla, blockwise, cudnn",
                 nearest="model.attention=auto",
             )

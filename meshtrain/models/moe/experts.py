@@ -267,7 +267,7 @@ class _Plan:
         of_x = place.activation_spec(x.shape, X)
         whole = {name: place.weight_spec(array.shape, axes) for name, (array, axes) in matrices.items()}
         experts, _, inner = axes_of_dims(whole["up"], len(UP))
-        assert set(experts) <= set(axes_in(of_x)), "experts are split over axes that split the batch"
+        assert set(experts) <= set(axes_in(of_x)), "axes that split experts also split the batch"
         stored = {name: place.stored_spec(array.shape, axes) for name, (array, axes) in matrices.items()}
         return cls(of_x, sums_spec(place, x.shape, inner), stored, whole, experts, inner, o, platform)
 
@@ -329,7 +329,9 @@ class _Plan:
     def _gather(self, name: str, matrix: jax.Array) -> jax.Array:
         dims = zip(*(axes_of_dims(specs[name], matrix.ndim) for specs in (self.stored, self.whole)), strict=True)
         for dim, (stored, whole) in enumerate(dims):
-            assert stored[: len(whole)] == whole, "axes that split a weight for storage only are the inner ones"
+            assert stored[: len(whole)] == whole, (
+                "the axes that split a weight only in storage are the last axes of a dim"
+            )
             if over := stored[len(whole) :]:
                 matrix = jax.lax.all_gather(matrix, over, axis=dim, tiled=True)
         return matrix

@@ -386,5 +386,5 @@ def _of_layer(given: Given, is_global: jax.Array | None) -> Given:
     """
     if not isinstance(given, ByKind):
         return given
-    assert is_global is not None, "all layers are of one kind"
+    assert is_global is not None, "the layers alternate between two kinds"
     return jax.tree.map(lambda local, everywhere: jnp.where(is_global, everywhere, local), *given)

@@ -42,8 +42,8 @@ CHOICE_BYTES = 4
 _BY = {"gpu": "products by Pallas", "tpu": "products by megablox", "loop": LOOP}
 _WHY = {"gpu": "meshtrain's GPU kernels support these shapes", "tpu": "JAX's TPU kernels support these shapes"}
 _WHY_NOT = {
-    "cuda": "the kernels need widths on a device that are multiples of 16, and arrays of less than 2^31 numbers",
-    "tpu": "the kernels need widths on a device that are multiples of 128, in float32 or bfloat16",
+    "cuda": "the kernels need widths per device that are multiples of 16, and arrays with fewer than 2^31 elements",
+    "tpu": "the kernels need widths per device that are multiples of 128, in float32 or bfloat16",
 }
 
 

@@ -85,7 +85,7 @@ def decoder(
       balance_rate: change of each router bias in a step, against the load of the expert.
       watches: whether the training metrics have the largest activation of each repeated layer.
     """
-    assert options.vocab_size, "resolve() replaces a vocab_size of 0 by that of the tokenizer"
+    assert options.vocab_size, "resolve() replaces a vocab_size of 0 by the vocab_size of the tokenizer"
     num_positions = options.max_positions or sequence_length
     place = placement or Placement.single_device()
     model = Decoder(options, num_positions, dtype, output_dtype or dtype, place, remat, watches)

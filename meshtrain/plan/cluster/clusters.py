@@ -29,7 +29,7 @@ GPUS = ("a100", "h100", "h200", "b200")
 TPUS = {"v4": "2x2x2", "v5e": "4x4", "v5p": "2x2x2", "v6e": "4x4"}  # device -> an example of a torus
 SIZES = dict.fromkeys(GPUS, "8x8") | TPUS | {"cpu": "8"}  # device -> an example of its size
 CLUSTER = re.compile(r"(?:(?P<slices>[1-9]\d{0,3})x)?(?P<name>[a-z]\w*):(?P<sizes>\d{1,9}(?:x\d{1,9})*)$")
-ALLOWED = f"HOSTSxGPUS of {', '.join(GPUS)}; the torus of {', '.join(TPUS)}, SLICESx before it for several; cpu:N"
+ALLOWED = f"HOSTSxGPUS of {', '.join(GPUS)}; the torus of {', '.join(TPUS)}, after SLICESx for several slices; cpu:N"
 
 
 class Name(NamedTuple):
@@ -152,7 +152,7 @@ def _describe(text: str, describe: Callable[[], TopologyDescription]) -> Sequenc
     except (RuntimeError, ValueError) as error:
         first = str(error).strip().splitlines()[0]
         raise UserError(
-            Problem("--cluster", got=f"'{text}', which the compiler refuses: {first}", allowed=ALLOWED)
+            Problem("--cluster", got=f"'{text}', which the compiler rejects: {first}", allowed=ALLOWED)
         ) from error
     assert parse(text).num_devices == len(devices)
     return devices
@@ -189,7 +189,7 @@ def _require_gpu_compiler(text: str) -> None:
             Problem(
                 "--cluster",
                 got=f"'{text}' with {package} {version}",
-                allowed="the version of this jax",
+                allowed="the version of jax",
                 nearest=f"pip install {package}=={jax.__version__}",
             )
         )
@@ -202,9 +202,9 @@ def _require(text: str, module: str, extra: str) -> None:
         raise UserError(
             Problem(
                 "--cluster",
-                got=f"'{text}', and its compiler is not installed",
+                got=f"'{text}', whose compiler is not installed",
                 condition="without it",
                 allowed="cpu:N",
-                nearest=f"pip install 'meshtrain[{extra}]', or scripts/plan, which does that",
+                nearest=f"pip install 'meshtrain[{extra}]', or scripts/plan, which installs it",
             )
         )

@@ -35,7 +35,7 @@ class Compiled:
 
     Attributes:
       assembly: the assembly whose step was compiled.
-      text: the scheduled HLO text of the step; None if the compiler gave up for lack of memory.
+      text: the scheduled HLO text of the step; None if the compiler gave up because of too little memory.
       programs: (name, number of steps between two runs, HLO text) of each program that does not run in every step;
         empty if `text` is None.
       statistics: the compiler's memory statistics of the step, with the largest peak of all programs; None if the

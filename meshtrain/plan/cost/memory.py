@@ -111,7 +111,7 @@ def fits(peak_bytes: int | None, capacity_bytes: int | None, uncertainty_bytes: 
       peak_bytes: the step's peak; None: unknown.
       capacity_bytes: the usable memory; None: unknown.
       uncertainty_bytes: the possible error of the peak, in either direction.
-      refused: whether the compiler gave up for lack of memory; the result is then False.
+      refused: whether the compiler gave up because of too little memory; the result is then False.
     """
     if refused:
         return False

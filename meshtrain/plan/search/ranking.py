@@ -176,7 +176,7 @@ def text(found: Found) -> str:
         )
     header = ("way", "memory", "peak", "step, modelled", "MFU, modelled")
     lines = [f"search       {found.cluster.text}: {coverage(found)}", "", align(rows, header, "<<>>>")]
-    lines += [f"refused      {describe(one)}: {why}" for one, why in found.refused]
+    lines += [f"rejected     {describe(one)}: {why}" for one, why in found.refused]
     if not found.ranked or found.ranked[0][1].memory.fits is False:
         lines += ["", f"none of the {len(found.ranked)} compiled candidates fits"]
     else:

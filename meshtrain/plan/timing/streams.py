@@ -122,7 +122,7 @@ class Assumptions:
         network = f"{(accelerator.network_bytes_per_second or 0.0) / 1e9:.4g} GB/s a chip ({accelerator.source})"
         latency = f"{self.slices_latency_seconds * 1e6:.0f} us for each doubling of their number"
         between = f"between slices at {self.link_efficiency:.0%} of {network}, and {latency}"
-        shapes = ", less where tiles do not fill its units" if accelerator.num_units else ""
+        shapes = ", less if tiles do not fill its units" if accelerator.num_units else ""
         launch = f", and {self.launch_seconds * 1e6:.0f} us a kernel" if accelerator.num_units else ""
         return [
             f"large matrix products at {accelerator.product_share:.0%} of the peak{shapes}",
@@ -144,7 +144,7 @@ class Assumptions:
           is_calibrated: whether a measured step calibrates the model.
         """
         if is_calibrated:
-            return f"the interval extends {self.calibrated_margin:.0%} to both sides of the measured step"
+            return f"the interval extends {self.calibrated_margin:.0%} below and above the measured step"
         fast, slow = accelerator.product_share + self.product_faster, accelerator.product_share - self.product_slower
         grouped, launch = self.slow_grouped_efficiency * slow, self.slow_launch_seconds * 1e6
         kernels = f", experts' at {grouped:.0%}, {launch:.0f} us a kernel" if accelerator.num_units else ""
@@ -279,10 +279,10 @@ def link_lines(used: Mapping[tuple[str, str], Link | None]) -> list[str]:
     lines = []
     for (axes, kind), link in used.items():
         if link is None:
-            lines.append(f"assumed, as above: {kind} along {axes}, which was not measured in this form")
+            lines.append(f"assumed, as above: {kind} along {axes}, for which there is no measurement")
             continue
         hosts = f"{link.num_hosts} hosts" if link.num_hosts > 1 else "a host"
-        speed = f"{link.latency_seconds * 1e6:.1f} us and its bytes at {link.bytes_per_second / 1e9:.3g} GB/s"
+        speed = f"{link.latency_seconds * 1e6:.1f} us plus its bytes at {link.bytes_per_second / 1e9:.3g} GB/s"
         lines.append(f"measured: {kind} along {axes}, {link.group_size} devices on {hosts}, takes {speed}")
     return lines
 
@@ -585,7 +585,7 @@ def _from_log(path: Path) -> float:
         times = [float(row["step_seconds"]) for row in rows if isinstance(row, dict) and row.keys() >= {"step_seconds"}]
     except (ValueError, TypeError, OSError) as error:
         raise UserError(
-            Problem("--calibrate", fault=f"'{path}' is no log of a run ({error})", allowed=ALLOWED, nearest=_NEAREST)
+            Problem("--calibrate", fault=f"'{path}' is not a log of a run ({error})", allowed=ALLOWED, nearest=_NEAREST)
         ) from error
     if not times:
         raise UserError(

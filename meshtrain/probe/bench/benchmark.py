@@ -45,7 +45,7 @@ def measured(given: argparse.Namespace, ends: tuple[int, int], limit_seconds: fl
         raise UserError(
             Problem(
                 "mesh",
-                got="one device, which has nobody to send to",
+                got="one device, which cannot send to another device",
                 allowed="an axis of at least 2",
                 nearest=f"--config.mesh.{AXES[0]}=-1 on several devices",
             )

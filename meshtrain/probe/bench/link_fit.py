@@ -64,7 +64,7 @@ def fit(rows: Sequence[Timed], num_hosts: int) -> Fit:
 def _unusable(rows: Sequence[Timed]) -> str:
     """Returns the reason why the times of these measurements cannot be fitted; empty if they can."""
     if any(row.wrong for row in rows):
-        return "its values are wrong"
+        return "the results are wrong"
     busy = [row for row in rows if row.spread > BUSY_SPREAD]
     if busy:
         worst = max(busy, key=lambda row: row.spread)

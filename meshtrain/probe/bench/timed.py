@@ -189,8 +189,8 @@ def difference(mesh: Mesh, axis: str, name: str, result: jax.Array) -> str:
         wanted, got = expected(name, common, [int(row) for row in group], mine), np.asarray(part.data)[0]
         if wrong := np.flatnonzero(wanted != got).tolist():
             return (
-                f"{name} on {axis}: device {part.device.id}, {mine} of its group, has {len(wrong)} of {got.size} "
-                f"elements wrong; element {wrong[0]} is {got[wrong[0]]}, and {wanted[wrong[0]]} is right"
+                f"{name} on {axis}: device {part.device.id}, number {mine} of its group, has {len(wrong)} wrong "
+                f"elements of {got.size}; element {wrong[0]} is {got[wrong[0]]} instead of {wanted[wrong[0]]}"
             )
     return ""
 

@@ -30,7 +30,7 @@ _OWN = (
 )
 
 
-NOT_RUN = warning("collectives", "not run", "fix the errors, and start the doctor again")
+NOT_RUN = warning("collectives", "not run", "correct the errors, then run doctor again")
 _START_ONCE = "start each process once, with its own number"
 
 
@@ -50,7 +50,7 @@ def check_registration(
     if missing:
         names = {process: meeting.names[process] for process in missing} if meeting.names else {}
         seen = f"{process_list(missing, names)} of {meeting.num_processes} did not register in {seconds:.0f} s"
-        fix = f"see its output on its machine; can that machine reach {meeting.address}?"
+        fix = f"read the output of this process on its machine; check whether this machine can reach {meeting.address}"
         return [*results, error("registered", seen, fix)]
     machines = len(set(hosts.values()))
     return results or [ok("registered", f"all {len(hosts)} processes, on {machines} machine{'s' * (machines > 1)}")]
@@ -67,12 +67,12 @@ def unreachable_finding(meeting: Meeting, reason: Unreachable, is_this_machine: 
     if isinstance(reason, Refused):
         return error("registered", str(reason), _START_ONCE)
     if isinstance(reason, Occupied):
-        fix = "end the program that uses it (ss -ltnp shows it), or set another port in JAX_COORDINATOR_ADDRESS"
-        fix = f"{fix}; or set its own number in JAX_PROCESS_ID, if another process 0 uses the port"
+        fix = "end the program that uses this port (ss -ltnp shows it), or set another port in JAX_COORDINATOR_ADDRESS"
+        fix = f"{fix}; if another process 0 uses the port, give this process its own JAX_PROCESS_ID"
         return error("port", f"{meeting.port}: {reason}", fix)
     if is_this_machine:
-        seen = f"{reason}, and this address is this machine itself"
-        return error("port", seen, "use the address of process 0's machine in the network")
+        seen = f"{reason}, and this address belongs to this machine"
+        return error("port", seen, "use the network address of process 0's machine")
     fix = (
         f"is process 0 running at {meeting.host}? open port {meeting.port} in the firewall, and the ports that NCCL "
         "uses"
@@ -102,9 +102,9 @@ def same(
         other = next(process for process, value in values.items() if value == most)
         for process, value in values.items():
             if value != most:
-                seen = f"{name} is {value}, and {most} in process {other}"
+                seen = f"{name} is {value}, but {most} in process {other}"
                 results.append(made(check, seen, fix, process))
-    return results or [ok(check, f"the same {len(names)} values in all")] * (len(facts) > 1 and bool(names))
+    return results or [ok(check, f"the same {len(names)} values in all processes")] * (len(facts) > 1 and bool(names))
 
 
 def common_environment(environ: Mapping[str, str]) -> dict[str, str]:
@@ -133,11 +133,11 @@ def clocks(times: Sequence[float], said: Sequence[Mapping[int, float]]) -> list[
         if abs(offset) - uncertain > _CLOCK_SECONDS:
             where = "ahead of" if offset > 0 else "behind"
             seen = f"its clock is {abs(offset):.1f} s {where} process 0's"
-            results.append(warning("clock", seen, "start chrony or ntpd there", process))
+            results.append(warning("clock", seen, "start chrony or ntpd on its machine", process))
     if results or not offsets:
         return results
     most = max(map(abs, offsets.values())) + uncertain
-    return [ok("clock", f"at most {1e3 * most:.1f} ms apart")]
+    return [ok("clock", f"at most {1e3 * most:.1f} ms difference")]
 
 
 def shared(seen: Mapping[int, tuple[str, Sequence[int], float]], num_processes: int) -> list[Finding]:
@@ -150,7 +150,10 @@ def shared(seen: Mapping[int, tuple[str, Sequence[int], float]], num_processes: 
     results = []
     for process, (folder, missing, _) in seen.items():
         if others := [other for other in missing if other != process and other in seen]:
-            what = f"{folder} has no file of {process_list(others, {})}: it is not the same folder on all machines"
+            what = (
+                f"{folder} does not contain the file of {process_list(others, {})}: it is not the same folder on "
+                "all machines"
+            )
             fix = "use a workdir on a file system that all machines mount"
             results.append(error("shared", what, fix, process))
     slowest = max((seconds for _, _, seconds in seen.values()), default=0.0)
@@ -159,8 +162,8 @@ def shared(seen: Mapping[int, tuple[str, Sequence[int], float]], num_processes: 
     folder = seen[min(seen)][0]
     if slowest > _VISIBLE_SECONDS:
         what = f"files of other processes are visible in {folder} only after {slowest:.1f} s"
-        return [warning("shared", what, "mount it with less caching of attributes (NFS: actimeo=1)")]
-    return [ok("shared", f"{folder}: each of {num_processes} sees the files of all")]
+        return [warning("shared", what, "mount it with shorter caching of attributes (NFS: actimeo=1)")]
+    return [ok("shared", f"{folder}: each of {num_processes} processes sees the files of all processes")]
 
 
 def devices(counts: Mapping[int, tuple[int, str]], num_gpus: int | None, without: Sequence[int]) -> list[Finding]:
@@ -173,14 +176,14 @@ def devices(counts: Mapping[int, tuple[int, str]], num_gpus: int | None, without
     """
     results = []
     for process in without:
-        fix = "pip install 'meshtrain[cuda12]', and a driver that is new enough for it"
-        results.append(error("devices", "JAX computes on the CPU, though there are GPUs", fix, process))
+        fix = "pip install 'meshtrain[cuda12]', and a driver that is new enough for this CUDA version"
+        results.append(error("devices", "JAX computes on the CPU, although there are GPUs", fix, process))
     (most, kind), _ = collections.Counter(counts.values()).most_common(1)[0]
     wanted = most if num_gpus is None else num_gpus
     for process, (count, own) in counts.items():
         if (count, own) != (wanted, kind) and process not in without:
-            seen = f"JAX sees {count} x {own}, and {wanted} x {kind} are expected"
-            fix = "look at nvidia-smi, CUDA_VISIBLE_DEVICES and JAX_LOCAL_DEVICE_IDS there"
+            seen = f"JAX sees {count} x {own}, but {wanted} x {kind} are expected"
+            fix = "check nvidia-smi, CUDA_VISIBLE_DEVICES and JAX_LOCAL_DEVICE_IDS on its machine"
             results.append(error("devices", seen, fix, process))
     return results or [ok("devices", f"{most} x {kind} in each process")]
 
@@ -197,12 +200,12 @@ def blocking_processes(said: Mapping[int, Mapping[str, Json]], num_processes: in
       num_processes: the number of processes of the job; a process without a report has ended or is stopped.
       limit: the time limit of each part, in seconds.
     """
-    fix = "try the same on only that machine"
+    fix = "run doctor on only this machine"
     results = [error("job", line, "", process) for process, one in said.items() if "refused" in one
              for line in one["refused"]]  # fmt: skip
     results += [error("collectives", line, fix, process) for process, one in said.items() if "failed" in one
               for line in one["failed"]]  # fmt: skip
-    gone, see = "it ended, or sends nothing more", "see its output, and dmesg on its machine"
+    gone, see = "it has ended or does not answer", "read its output, and dmesg on its machine"
     results += [error("collectives", gone, see, process) for process in range(num_processes) if process not in said]
     waiting = {process: one["stuck"] for process, one in said.items() if "stuck" in one}
     if results or not waiting:
@@ -210,8 +213,8 @@ def blocking_processes(said: Mapping[int, Mapping[str, Json]], num_processes: in
     first = min(number for number, _ in waiting.values())
     for process, (number, what) in waiting.items():
         if number == first:
-            others = "; others wait for it" if any(other > first for other, _ in waiting.values()) else ""
-            fix = "NCCL_DEBUG=INFO shows whom it cannot reach; open the ports between all machines"
+            others = "; other processes wait for it" if any(other > first for other, _ in waiting.values()) else ""
+            fix = "NCCL_DEBUG=INFO shows which process it cannot reach; open the ports between all machines"
             if what == IMPORT:
                 fix = f"--limit={2 * limit:g} or more, or a faster disk for Python's packages"
             results.append(error("collectives", f"{what} has not ended in {limit:.0f} s{others}", fix, process))
@@ -225,10 +228,10 @@ def collectives(times: Mapping[str, tuple[int, float]], wrong: Sequence[str]) ->
       times: axis -> (number of devices along the axis, seconds of an all-reduce of 1 MiB).
       wrong: an error line for each process with a wrong result; the line names the process.
     """
-    fix = "take that machine out of the job: a link or a device changes data"
+    fix = "remove this machine from the job: a link or a device corrupts data"
     results = [error("values", line, fix) for line in wrong]
     parts = [f"{axis} of {size} in {1e3 * seconds:.2f} ms" for axis, (size, seconds) in times.items()]
-    return results or [ok("values", f"all-reduces of 1 MiB are right: {', '.join(parts) or 'one device, none'}")]
+    return results or [ok("values", f"all-reduces of 1 MiB are right: {', '.join(parts) or 'none, with one device'}")]
 
 
 def slow(pairs: Mapping[tuple[int, int], Sequence[float]]) -> list[Finding]:
@@ -256,10 +259,10 @@ def slow(pairs: Mapping[tuple[int, int], Sequence[float]]) -> list[Finding]:
         fastest, spread = min(seconds), statistics.median(seconds) - min(seconds)
         if fastest > _SLOW * median and fastest - median > spread:
             seen = (
-                f"{1e3 * fastest:.2f} ms to exchange 1 MiB with any other process, and {1e3 * median:.2f} ms is "
-                "the median"
+                f"at least {1e3 * fastest:.2f} ms to exchange 1 MiB with another process; the median is "
+                f"{1e3 * median:.2f} ms"
             )
-            fix = "look at its network adapter and cable (ibstat, ethtool), or take the machine out of the job"
+            fix = "check its network adapter and cable (ibstat, ethtool), or remove the machine from the job"
             results.append(warning("slow", seen, fix, process))
     only = "; one pair does not show which of the two is slow" if len(pairs) == 1 else ""
-    return results or [ok("slow", f"none: {1e3 * median:.2f} ms to exchange 1 MiB in pairs{only}")]
+    return results or [ok("slow", f"no process: {1e3 * median:.2f} ms to exchange 1 MiB in pairs{only}")]

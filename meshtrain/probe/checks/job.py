@@ -92,6 +92,8 @@ def _shape(options: MeshOptions | None, devices: list[jax.Device]) -> Mapping[st
     each, left = divmod(len(devices), peers.count())
     if left:
         raise UserError(
-            Problem("devices", got=f"{len(devices)} in {peers.count()} processes", allowed="as many in each")
+            Problem(
+                "devices", got=f"{len(devices)} in {peers.count()} processes", allowed="the same number in each process"
+            )
         )
     return dict.fromkeys(AXES, 1) | {inside: each} | {across: peers.count()}

@@ -95,7 +95,11 @@ def findings(
     if not is_url(cache := environ.get("JAX_COMPILATION_CACHE_DIR") or CACHE):
         folders["cache"] = expand_user(cache)
     for what, path in folders.items():
-        dead = error(what, f"{path}: no answer in {limit:.0f} s", "a file system that answers: is its server up?")
+        dead = error(
+            what,
+            f"{path}: no answer in {limit:.0f} s",
+            "use a file system that answers; check whether its server is running",
+        )
         results += within(limit, functools.partial(_folder, what, path), [dead])
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     results += [

@@ -29,7 +29,9 @@ def software(installed: Mapping[str, str | None], python: str) -> Finding:
     """
     missing = [name for name, version in installed.items() if version is None and name not in _PLUGINS]
     if missing:
-        return error("software", f"{', '.join(missing)} is not installed", "pip install meshtrain, on this machine too")
+        return error(
+            "software", f"{', '.join(missing)} is not installed", "also run pip install meshtrain on this machine"
+        )
     jax, jaxlib = installed["jax"] or "", installed["jaxlib"] or ""
     if _numbers(jaxlib) > _numbers(jax):
         return error("software", f"jaxlib {jaxlib} is newer than jax {jax}", f"pip install jax=={jaxlib}")
@@ -49,7 +51,11 @@ def coordinator(meeting: Meeting, addresses: Sequence[str], failure: str = "") -
       failure: the reason why the name does not resolve; empty if it does.
     """
     if failure:
-        return error("coordinator", f"{meeting.host}: {failure}", "an IP address instead of the name, or repair DNS")
+        return error(
+            "coordinator",
+            f"{meeting.host}: {failure}",
+            "use an IP address instead of the name, or correct the DNS entry",
+        )
     seen = f"{meeting.address} is {', '.join(addresses)}"
     if not is_loopback(addresses) or not meeting.num_hosts or meeting.num_hosts == 1:
         return ok("coordinator", seen)
@@ -57,10 +63,10 @@ def coordinator(meeting: Meeting, addresses: Sequence[str], failure: str = "") -
     if meeting.index == 0:
         return warning(
             "coordinator",
-            f"{seen}, which only this machine can reach, though {meeting.num_hosts} machines meet there",
+            f"{seen}, which only this machine can reach, although {meeting.num_hosts} machines have to connect to it",
             fix,
         )
-    return error("coordinator", f"{seen}: this machine, and process 0 is on another one", fix)
+    return error("coordinator", f"{seen}: this machine, but process 0 is on another machine", fix)
 
 
 def is_loopback(addresses: Sequence[str]) -> bool:
@@ -91,18 +97,20 @@ def gpus(
     """
     if failure:
         return error(
-            "GPUs", f"nvidia-smi -L: {failure}", "restart the driver or the machine, or take it out of the job"
+            "GPUs", f"nvidia-smi -L: {failure}", "restart the driver or the machine, or remove the machine from the job"
         )
     words = list(range(len(listed))) if visible is None else _until_invalid(visible)
     for word in words:
         if isinstance(word, int) and word >= len(listed):
-            seen = f"CUDA_VISIBLE_DEVICES={visible}, and this process has {len(listed)} GPUs, counted from 0"
-            return error("GPUs", seen, "leave CUDA_VISIBLE_DEVICES to the scheduler")
+            seen = f"CUDA_VISIBLE_DEVICES={visible}, but this process has {len(listed)} GPUs, counted from 0"
+            return error("GPUs", seen, "let the scheduler set CUDA_VISIBLE_DEVICES")
         if isinstance(word, str) and not word.startswith("MIG-") and not any(each.startswith(word) for each in listed):
-            return error("GPUs", f"no GPU is {word} of CUDA_VISIBLE_DEVICES", "the identifiers of nvidia-smi -L")
+            return error(
+                "GPUs", f"CUDA_VISIBLE_DEVICES has {word}, which is not a GPU", "use identifiers from nvidia-smi -L"
+            )
     if expected is not None and len(words) != expected:
         shown = "" if visible is None else f" by CUDA_VISIBLE_DEVICES={visible}"
-        fix = "take the machine out of the job, or ask the scheduler for all of its GPUs (dmesg names one that is lost)"
+        fix = "remove the machine from the job, or request all of its GPUs from the scheduler (dmesg names a lost GPU)"
         return error("GPUs", f"{len(words)} of {len(listed)} visible{shown}, {expected} expected", fix)
     if words and not any(installed.get(name) for name in _PLUGINS):
         return error("GPUs", f"{len(words)} visible, but this JAX cannot use them", "pip install 'meshtrain[cuda12]'")
@@ -128,7 +136,7 @@ def interface(wanted: str, interfaces: Mapping[str, tuple[bool, bool]], num_host
       num_hosts: the number of machines of the job.
     """
     others = sorted(name for name, (is_up, is_loop) in interfaces.items() if is_up and not is_loop)
-    fix = f"NCCL_SOCKET_IFNAME={others[0]}" if others else "a network interface that is up"
+    fix = f"NCCL_SOCKET_IFNAME={others[0]}" if others else "start a network interface"
     if not wanted:
         # Without the variable, NCCL uses loopback only if there is no other interface.
         if others or num_hosts == 1:
@@ -136,7 +144,7 @@ def interface(wanted: str, interfaces: Mapping[str, tuple[bool, bool]], num_host
         return error("interface", f"only loopback is up, for {num_hosts} machines", fix)
     taken = _matching(wanted, interfaces)
     if not taken:
-        seen = f"NCCL_SOCKET_IFNAME={wanted} matches none of {', '.join(sorted(interfaces))}"
+        seen = f"NCCL_SOCKET_IFNAME={wanted} matches none of the interfaces {', '.join(sorted(interfaces))}"
         return error("interface", seen, fix)
     up = [name for name in taken if interfaces[name][0]]
     if not up:
@@ -145,7 +153,7 @@ def interface(wanted: str, interfaces: Mapping[str, tuple[bool, bool]], num_host
     if loops and num_hosts > 1:
         fix = f"NCCL_SOCKET_IFNAME={wanted},{loops[0]}" if wanted.startswith("^") else fix
         return error(
-            "interface", f"NCCL_SOCKET_IFNAME={wanted} selects {loops[0]}, which reaches no other machine", fix
+            "interface", f"NCCL_SOCKET_IFNAME={wanted} selects {loops[0]}, which does not reach other machines", fix
         )
     return ok("interface", f"NCCL_SOCKET_IFNAME={wanted} selects {', '.join(up)}")
 
@@ -178,7 +186,7 @@ def folder(what: str, path: str, seconds: float, failure: str = "") -> Finding:
         return ok(what, f"{path}: 16 MiB in {seconds:.2f} s")
     if what == "cache":
         return warning(what, f"{path}: {failure}: each start compiles again", "JAX_COMPILATION_CACHE_DIR=DIR")
-    return error(what, f"{path}: {failure}", "use a folder that every process may write, or free some space in it")
+    return error(what, f"{path}: {failure}", "use a folder that every process can write, or free some space in it")
 
 
 def disk(path: str, free_bytes: int, free_files: int) -> Finding:
@@ -192,7 +200,9 @@ def disk(path: str, free_bytes: int, free_files: int) -> Finding:
     if free_bytes < LEAST_BYTES:
         return error("disk", f"{path} has {format_bytes(free_bytes)} left", "free some space, or use another workdir")
     if free_files == 0:
-        return error("disk", f"{path} has space, but no file can be made in it", "delete files: its inodes are used up")
+        return error(
+            "disk", f"{path} has space, but no file can be created in it", "delete files: its inodes are used up"
+        )
     return ok("disk", f"{path} has {format_bytes(free_bytes)} left")
 
 
@@ -200,7 +210,7 @@ def memory(available_bytes: int, total_bytes: int) -> Finding:
     """Checks that the machine or the container has free memory, at least 1 GiB."""
     seen = f"{format_bytes(available_bytes)} of {format_bytes(total_bytes)} available"
     if available_bytes < LEAST_BYTES:
-        return error("memory", seen, "end other programs on this machine, or ask for more memory")
+        return error("memory", seen, "end other programs on this machine, or request more memory")
     return ok("memory", seen)
 
 

@@ -78,7 +78,7 @@ def last_line(findings: Sequence[Finding], what: str) -> str:
     """
     counts = collections.Counter(verdict for verdict, *_ in set(map(_words, findings)))
     if not counts[ERROR] + counts[WARNING]:
-        return f"doctor: nothing is wrong with {what}"
+        return f"doctor: no problems in {what}"
     parts = [f"{counts[verdict]} {verdict}{'s' * (counts[verdict] > 1)}" for verdict in (ERROR, WARNING)]
     end = "a job would fail" if counts[ERROR] else "a job may start"
     return f"doctor: {', '.join(text for text in parts if text[0] != '0')} in {what}: {end}"

@@ -8,7 +8,7 @@ from meshtrain.errors import Problem, UserError
 from meshtrain.plan.arguments import SCALING_EXAMPLE
 from meshtrain.plan.cluster.clusters import GPUS, parse
 
-ALLOWED = "2 to 16 numbers of devices, each larger than the one before, or a progression such as 8,16,...,4096"
+ALLOWED = "2 to 16 ascending numbers of devices, or a progression such as 8,16,...,4096"
 MOST_SIZES = 16
 DOTS = "..."
 PRIME_FACTORS_OF_TORUS = (2, 3, 5, 7)
@@ -84,8 +84,8 @@ def resize(cluster: str, num_devices: int) -> str:
             raise UserError(
                 Problem(
                     "--scaling",
-                    got=f"{num_devices} on {what} of {each}",
-                    allowed=f"whole {what}, or less than one",
+                    got=f"{num_devices} devices on {what} of {each}",
+                    allowed=f"complete {what}, or a part of one",
                     nearest=f"{fix} or {fix + each}",
                 )
             )
@@ -103,7 +103,7 @@ def resize(cluster: str, num_devices: int) -> str:
         raise UserError(
             Problem(
                 "--scaling",
-                got=f"{num_devices} on a torus",
+                got=f"{num_devices} devices on a torus",
                 allowed="products of 2, 3, 5 and 7",
                 nearest=2 ** round(math.log2(num_devices)),
             )

@@ -71,11 +71,11 @@ def scaling_panels(found: Scaling) -> list[Panel]:
     if bases := [curve.base for curve in strong if curve.base]:
         first = min(bases, key=lambda row: (row.point.num_devices, row.seconds))
         devices, rate = first.point.num_devices, first.rate
-        ideal = Line("in proportion", [(size, float(size)) for size in found.sizes if size >= devices])
+        ideal = Line("proportional", [(size, float(size)) for size in found.sizes if size >= devices])
         lines = _lines(strong, lambda _, row: devices * row.rate / rate)
-        panels.append(Panel("strong: devices' worth of speed", lines, True, ideal))
+        panels.append(Panel("strong: speed in equivalent devices", lines, True, ideal))
     if lines := _lines(weak, lambda curve, row: curve.efficiency(row) or 0.0):
-        panels.append(Panel("weak: efficiency against each way's base", lines))
+        panels.append(Panel("weak: efficiency relative to the base of each strategy", lines))
     return panels
 
 

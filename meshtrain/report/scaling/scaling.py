@@ -33,7 +33,7 @@ from meshtrain.report.scaling.strategies import BEST, KINDS, STRONG, Basis, Poin
 NUM_SEARCHES = 3
 MOST_A_SEARCH = 4
 PROGRAMS_A_SEARCH = 4  # one search for every four allowed programs
-NOT_COMPILED = "not compiled: the programs allowed were used up"
+NOT_COMPILED = "not compiled: the limit of programs was reached"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -283,7 +283,7 @@ class Shares:
         return (
             f"scaling      compiles at most {self.most} programs: {self.plain} for data, fsdp and hybrid, "
             f"{self.searches} search{'es' * (self.searches != 1)} of at most {self.each}, "
-            f"{self.rest} for what they find on other sizes"
+            f"{self.rest} for their results on other sizes"
         )
 
 

@@ -44,7 +44,7 @@ def _title(found: Scaling) -> str:
             f"scaling      {found.cluster.devices[0].device_kind}, {sizes[0]:,} to {sizes[-1]:,} devices, "
             f"{'slices' if found.cluster.num_slices > 1 else 'hosts'} of {found.basis.devices_each}",
             f"model        {task.num_parameters or found.basis.weights.num_parameters:,} parameters",
-            f"compiled     {found.num_compiled} programs; the search ran and found something that may fit on {at}",
+            f"compiled     {found.num_compiled} programs; searches found configurations that may fit on {at}",
         ]
     )
 
@@ -113,10 +113,10 @@ def _amdahl(curves: Sequence[Curve]) -> str:
         share, base = curve.serial_share(*curve.rows), curve.base
         if share is None or base is None:
             continue
-        limit = f"{base.point.num_devices / share:,.0f} devices' worth" if share > 0 else "none seen"
+        limit = f"{base.point.num_devices / share:,.0f} devices" if share > 0 else "none seen"
         rows.append((curve.name, f"{base.point.num_devices:,}", f"{share:.4%}", limit))
     if not rows:
-        return "Amdahl's law: no way fits on two numbers of devices"
+        return "Amdahl's law: no strategy fits on two numbers of devices"
     table = align(rows, ("way", "base", "serial share", "limit of the speedup"), "<>>>")
     return f"Amdahl's law, fitted to strong scaling (devices of the base, share of its step)\n\n{table}"
 
@@ -124,9 +124,9 @@ def _amdahl(curves: Sequence[Curve]) -> str:
 def _assumptions_text(found: Scaling) -> str:
     lines = []
     for (axes, kind), link in found.links.items():
-        measured = "as measured" if link else "as assumed, which nothing measured is like"
+        measured = "as measured" if link else "as assumed, because no measurement is similar"
         lines.append(f"links of {kind} along {axes}: {measured}")
-    lines.append("no step was measured; of congestion in the network and of slow devices the model knows nothing")
+    lines.append("no step was measured; the model ignores network congestion and slow devices")
     return "\n".join(f"  assumed: {line}" for line in [*_of_model(found), *lines])
 
 

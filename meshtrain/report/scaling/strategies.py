@@ -184,14 +184,14 @@ def point(basis: Basis, way: Way, kind: str, num_devices: int) -> Point:
     shape = way.shape(num_devices)
     if shape is None:
         needed = math.prod(way.fixed.values())
-        problem = f"{num_devices:,} devices are no multiple of the {needed:,} that one copy takes"
+        problem = f"{num_devices:,} devices are not a multiple of the {needed:,} devices of a replica"
         return Point(way, kind, num_devices, basis.config.batch_size, problem=problem)
     parts = _parts(basis.config, shape)
     batch = basis.config.batch_size
     if kind == WEAK:  # rounded up to a multiple of the batch's shards
         batch = parts * math.ceil(batch * num_devices / (basis.num_devices * parts))
     if batch % parts:
-        problem = f"{batch:,} sequences do not divide over {parts:,} devices"
+        problem = f"{batch:,} sequences cannot be divided evenly over {parts:,} devices"
         return Point(way, kind, num_devices, batch, problem=problem)
     problem = ""
     # The largest microbatch that divides the sequences of a batch shard is tried first.
