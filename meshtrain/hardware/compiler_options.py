@@ -184,8 +184,8 @@ def options_of(
       layer_bytes: the size of one layer's gradients on a device in the dtype in which they are sent; 0 if no loop
         reduces gradients.
       is_late: whether gradients are applied one step late.
-      by_chunk: whether a pipeline reduces the gradients of each chunk of layers as soon as they are complete, or has
-        experts in its layers.
+      by_chunk: whether there is a pipeline that has experts in its layers, or that reduces the gradients of each chunk
+        of layers as soon as they are complete.
       gathers_early: whether a loop over layers may gather the weights of the next layer early
         (`Assembly.gathers_early`).
       splits_experts: whether loops over layers, outside of a pipeline, exchange tokens between experts.
@@ -217,9 +217,10 @@ def init_compiler_options(device_kind: str) -> CompilerOptions:
 
 @contextlib.contextmanager
 def capture_stderr() -> Iterator[list[str]]:
-    """Captures the output of C++ code to file descriptor 2 in the block; yields the list of its lines.
+    """Context manager that captures the lines that C++ code writes to file descriptor 2; yields the list of the lines.
 
-    A line that matches FATAL, and every later line, is also written to the terminal immediately.
+    If a line matches `FATAL`, the process is about to abort. This line and every later line are also written to the
+    terminal immediately.
     """
     lines: list[str] = []
     sys.stderr.flush()

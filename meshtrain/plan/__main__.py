@@ -82,8 +82,8 @@ def run_scaling(
       cluster: the cluster that the user named; clusters of other sizes have the same kind of devices and hosts.
       given: the parsed arguments of `plan`.
       assumptions: the assumptions of the time model.
-      elsewhere: function that runs work in a copy of this process, from `scheduled_hlo.server`; None: programs are
-        compiled completely, in this process.
+      elsewhere: the function that `scheduled_hlo.server` returned; it compiles programs in other processes, only up to
+        scheduling. None: programs are compiled completely, in this process.
     """
     command = flag_module("--scaling")
     programs = int(given.programs or (arguments.MOST_PROGRAMS if elsewhere else arguments.MOST_WHOLE))
@@ -109,8 +109,8 @@ def run_search(
       cluster: the target cluster.
       given: the parsed arguments of `plan`.
       assumptions: the assumptions of the time model.
-      elsewhere: function that runs work in a copy of this process, from `scheduled_hlo.server`; None: programs are
-        compiled completely, in this process.
+      elsewhere: the function that `scheduled_hlo.server` returned; it compiles programs in other processes, only up to
+        scheduling. None: programs are compiled completely, in this process.
     """
     ranked = ranking.search(
         config,

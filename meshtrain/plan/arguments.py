@@ -82,17 +82,17 @@ def problems(given: argparse.Namespace) -> list[Problem]:
 
 
 def wrong_size(given: argparse.Namespace) -> list[Problem]:
-    """Returns an error if the mesh does not fit the cluster, and then overrides the mesh by a single device.
+    """Checks that the mesh fits the cluster; if it does not, replaces the mesh in `given` by a single device.
 
-    Without the override, the later check of the configuration would also report each size that the wrong mesh does not
-    divide.
+    Without the replacement, the later check of the configuration would also report every size that is not divisible by
+    an axis of the wrong mesh.
 
     Args:
       given: the parsed arguments of `plan`; its `overrides` are changed if the mesh does not fit.
 
     Returns:
-      The errors; [] if the mesh fits, if `--scaling` replaces the mesh, or if an argument cannot be parsed, which other
-      checks report.
+      The errors; [] if the mesh fits, or if `--scaling` is given, which replaces the mesh. Also [] if an argument
+      cannot be parsed, because `problems` reports this error.
     """
     if given.scaling:  # which replaces the mesh
         return []
@@ -109,9 +109,9 @@ def wrong_size(given: argparse.Namespace) -> list[Problem]:
 
 
 def scaling_problems(given: argparse.Namespace) -> list[Problem]:
-    """Returns an error for each invalid value of `--scaling`, `--programs` and `--chart`, and for excluded flags.
+    """Returns an error for each invalid value of `--scaling` and `--programs`, and for wrong combinations of flags.
 
-    `--programs` and `--chart` require `--scaling`; `--search` and `--calibrate` exclude it.
+    `--programs` and `--chart` require `--scaling`; `--search` and `--calibrate` cannot be combined with it.
 
     Args:
       given: the parsed arguments of `plan`.

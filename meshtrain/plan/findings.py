@@ -1,4 +1,4 @@
-"""Derives advice from a plan: relevant compiler warnings, and costs that are far from their optimum."""
+"""Derives advice from a plan: explains compiler warnings, and names options that would reduce costs of the step."""
 
 import dataclasses
 import re
@@ -100,7 +100,7 @@ def _memory(plan: Plan) -> list[Finding]:
 
 
 def layers_in_loop(assembly: Assembly, cluster: Cluster) -> list[Finding]:
-    """Returns a finding if `remat.unroll=true` would avoid copies of activations; else [].
+    """Returns a finding if `remat.unroll=true` would avoid copies of activations; else [], as for every CPU cluster.
 
     A loop over layers copies the saved activations of each layer into arrays that are stacked over layers.
     """
@@ -169,7 +169,7 @@ def _traffic(axis: str, bound: float, rows: Sequence[Traffic]) -> list[Finding]:
 
 
 def _kernel(plan: Plan, part: str) -> Kernel | None:
-    """Returns the kernel that computes a part of the model; None on CPUs or if the part has no choice of kernels.
+    """Returns the implementation chosen for a part of the model; None on CPUs, or if the task does not state it.
 
     Args:
       plan: the plan of the step.
@@ -190,10 +190,10 @@ def _experts(plan: Plan) -> list[Finding]:
 
 
 def microbatch_reason(plan: Plan) -> list[Finding]:
-    """Returns a finding about the number of microbatches, if each microbatch gathers the weights of experts.
+    """Returns a finding if the weights of experts are gathered again for each of several microbatches; otherwise [].
 
-    Returns [] without experts or fsdp, for one microbatch, for pipelines, on CPUs, and if the bytes of activations or
-    the usable memory are unknown.
+    The finding suggests a smaller number of microbatches, or states that memory requires this number. The result is
+    also [] for pipelines, on CPUs, and if the bytes of activations or the usable memory are unknown.
     """
     config, shape, memory = plan.compiled.assembly.config, plan.compiled.assembly.mesh.shape, plan.memory
     parts, activations = num_microbatches(config, shape), memory.activations_bytes
@@ -205,11 +205,13 @@ def microbatch_reason(plan: Plan) -> list[Finding]:
 
 
 def fewer_microbatches(parts: int, activations_bytes: int, free_bytes: int) -> Finding:
-    """Returns a finding: either fewer microbatches would fit, or memory requires this number of microbatches.
+    """Returns the advice to use fewer microbatches if they would fit in memory, else the advice to save memory.
+
+    The smaller number of microbatches is the next smaller divisor of `parts`.
 
     Args:
-      parts: number of microbatches, at least 2.
-      activations_bytes: bytes of activations on one device.
+      parts: current number of microbatches, at least 2.
+      activations_bytes: bytes of activations on one device, with this number of microbatches.
       free_bytes: bytes of one device that are available for activations.
     """
     fewer = divisors(parts)[-2]
@@ -253,13 +255,14 @@ def _attention(plan: Plan) -> list[Finding]:
 def compression_advice(
     assembly: Assembly, cluster: Cluster, assumptions: Assumptions, compute_seconds: float
 ) -> list[Finding]:
-    """Returns a finding for each reason against the configured `reduction.name`; [] for the built-in sum.
+    """Returns a finding for each reason not to compress gradients by the configured `reduction.name`.
 
-    One reason is that compression takes more modelled seconds than it saves on the wire.
+    One reason is that compression takes more modelled seconds than it saves on the wire. Returns [] for the built-in
+    sum, which does not compress, and without replicas.
 
     Args:
       assembly: the assembled step.
-      cluster: the target cluster; if its speeds are unknown, the result is only the reduction's own advice.
+      cluster: the target cluster; if its speeds are unknown, the reason about modelled seconds is not checked.
       assumptions: the assumptions of the time model.
       compute_seconds: modelled seconds of a step's computation, without transfers.
     """

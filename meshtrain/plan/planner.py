@@ -124,7 +124,7 @@ class Plan:
 
 
 def shape_on(config: Config, cluster: Cluster) -> dict[str, int]:
-    """Returns mesh axis -> size for the configured mesh on a cluster; a configured size of -1 is replaced.
+    """Returns mesh axis -> size for the configured mesh; a size of -1 is replaced by the number of remaining devices.
 
     Raises:
       UserError: the mesh does not fit the cluster.

@@ -45,10 +45,11 @@ FREE, SHARE = 1, 2  # kinds of a HeapSimulatorTrace.Event; 0 allocates
 
 
 def start_compiling(config: Config, name: str) -> Callable[[Config, Mapping[str, int], Cluster], Compiled]:
-    """Starts to compile a step in another process; returns a function to call instead of `compile_step`.
+    """Starts to compile a step in another process; returns a function (config, shape, cluster) -> the compiled step.
 
-    The returned function waits for the result. If the other process fails, the function compiles the step completely in
-    this process, so that the error appears here. Returns `compile_step` if `ends_early` is false.
+    The returned function waits for the other process. If the other process fails, it compiles the step completely in
+    this process, so that the error appears here. If no other process can compile the step (see `ends_early`), none is
+    started, and the result is `compile_step`.
 
     Args:
       config: the configuration of the step.
@@ -61,11 +62,11 @@ def start_compiling(config: Config, name: str) -> Callable[[Config, Mapping[str,
 
 
 def compile_elsewhere(elsewhere: Work | None) -> Callable[[Config, Mapping[str, int], Cluster], Compiled]:
-    """Returns a function to call instead of `compile_step`; it compiles steps in copies of this process.
+    """Returns a function (config, shape, cluster) -> compiled step, which compiles in other processes if possible.
 
     Args:
-      elsewhere: function that runs work in a copy of this process, from `server`; None: steps are compiled completely,
-        in this process.
+      elsewhere: the function that `server` returned, which runs the compilation in another process, only up to
+        scheduling. None: the result is `compile_step`, which compiles completely, in this process.
     """
     if elsewhere is None:
         return compile_step
@@ -77,7 +78,9 @@ def compile_elsewhere(elsewhere: Work | None) -> Callable[[Config, Mapping[str, 
 def _with_assembly(
     found: dict[str, Pickled] | None, config: Config, shape: Mapping[str, int], cluster: Cluster
 ) -> Compiled:
-    """Returns a compiled step with an assembly of this process; compiles the step here if the other process failed.
+    """Adds an assembly with this process's devices to the fields of a step that another process has compiled.
+
+    If the other process failed, the step is compiled completely, in this process.
 
     Args:
       found: the fields of the compiled step, from `_compile_fields`; None if the other process failed.
@@ -92,10 +95,10 @@ def _with_assembly(
 
 
 def ends_early(config: Config, name: str) -> bool:
-    """Returns whether steps can be compiled up to XLA's dump, in copies of this process, instead of completely.
+    """Returns whether other processes can compile the steps, each of which ends when XLA has dumped the program.
 
     This requires a GPU cluster, one of the jax versions in `COMPARED`, and a step without an extension. JAX must not be
-    initialized in this process yet, because a forked copy lacks the threads of JAX.
+    initialized in this process yet, because a forked process would lack JAX's threads.
 
     Args:
       config: the configuration of the steps.
@@ -106,11 +109,14 @@ def ends_early(config: Config, name: str) -> bool:
 
 
 def server(config: Config, name: str) -> Work | None:
-    """Starts a process that runs work in copies of itself; returns a function (work, *arguments) -> result of the work.
+    """Starts a server process that compiles steps; returns a function that sends work to it and waits for the result.
 
-    The process keeps the present state, before JAX is started, and forks for each call. So the function works after
-    this process has started JAX. The work is a function (by, *arguments), where `by` is a compiler to pass to
-    `compile_step`; its result is None if the copy fails. Returns None instead of a function if `ends_early` is false.
+    The returned function has the arguments (work, *arguments). For each call, the server forks a process, which calls
+    `work(by, *arguments)`; `by` is a compiler to pass to `compile_step`, which ends after scheduling. The function
+    returns the result of `work`, or None if the forked process fails. The server never initializes JAX, so it can
+    fork even after this process has initialized JAX.
+
+    If other processes cannot compile these steps (see `ends_early`), no server is started, and None is returned.
 
     Args:
       config: the configuration of the steps to compile.
@@ -137,9 +143,9 @@ def server(config: Config, name: str) -> Work | None:
 
 
 def start_copy(work: Work, *arguments: Pickled) -> Callable[[], Pickled]:
-    """Starts `work(by, *arguments)` in a copy of this process; returns a function that waits for its result.
+    """Starts `work(by, *arguments)` in a forked process; returns a function () -> result, which waits for the process.
 
-    The result is pickled on its way to this process. It is None if the copy fails.
+    The result of `work` is pickled to send it to this process. It is None if the forked process fails.
 
     Args:
       work: function (by, *arguments) -> result; `by` is a compiler to pass to `compile_step`.
@@ -164,7 +170,7 @@ def start_copy(work: Work, *arguments: Pickled) -> Callable[[], Pickled]:
 
 
 def _send(writing: Connection, folder: Path, work: Work, *arguments: Pickled) -> None:
-    """Runs `work` in a copy of the process, sends its result through a pipe, and ends the copy.
+    """Calls `work` in a forked process, sends its result through a pipe, and ends this process.
 
     Args:
       writing: the end of the pipe to write to.
@@ -183,7 +189,7 @@ def _send(writing: Connection, folder: Path, work: Work, *arguments: Pickled) ->
 
 
 def _compile_fields(by: Compiler, config: Config, name: str) -> dict[str, Pickled]:
-    """Compiles a step in a copy of the process; returns the fields of its `Compiled` without the assembly.
+    """Compiles a step in a forked process; returns name -> value of the fields of `Compiled`, without the assembly.
 
     The assembly contains devices, which are valid only in the process that created them.
 

@@ -191,9 +191,10 @@ def step_interval(timing: Timing) -> str:
 
 
 def working_ratios(plan: Plan) -> dict[str, float]:
-    """Returns axis -> bytes that a device sends in a pipeline's working clock ticks / lower bound of these bytes.
+    """Returns axis -> ratio of sent bytes to their lower bound, without a pipeline's idle clock ticks.
 
-    Only axes along which layers also send in idle clock ticks have an entry.
+    The sent bytes are the bytes that a device sends along the axis in the other clock ticks. Only axes along which
+    layers also send in idle clock ticks have an entry.
     """
     return {
         axis: (sent_along(plan, axis) - idle) / plan.minimum[axis]

@@ -75,7 +75,7 @@ class Cluster:
 
     @property
     def devices_each(self) -> int:
-        """Number of devices that fast links connect: in a slice if there are several slices, otherwise in a host."""
+        """Number of devices in a group with fast links: a slice if there are several slices, otherwise a host."""
         return len(self.devices) // (self.num_slices if self.num_slices > 1 else self.num_hosts)
 
 

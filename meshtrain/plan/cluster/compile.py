@@ -70,7 +70,9 @@ def compile_step(
     cluster: Cluster,
     by: Compiler | None = None,
 ) -> Compiled:
-    """Compiles the step of a configuration for a cluster: assembled, traced, lowered and compiled as `train` does it.
+    """Assembles, traces, lowers and compiles the step of a configuration for a cluster, in the same way as `train`.
+
+    If the compiler gives up for lack of memory, the result has the compiler's error (`refusal`) instead of a program.
 
     Args:
       config: the resolved configuration.
@@ -80,7 +82,7 @@ def compile_step(
 
     Raises:
       UserError: `assemble` rejects the configuration.
-      JaxRuntimeError: the compilation fails, and not for lack of memory.
+      JaxRuntimeError: the compilation fails for another reason than lack of memory.
     """
     start = time.perf_counter()
     with as_on_target(cluster):
@@ -162,7 +164,7 @@ def other_programs_of(compiled: Compiled) -> list[tuple[str, int, Program]]:
 
 
 def _places_for_others(file: str, function: str) -> bool:
-    """Returns whether a function is a helper: reports show the line of its caller as the source of its operations.
+    """Returns whether a function is a helper, for whose operations reports show the source line of the helper's caller.
 
     Helpers add sharding constraints, run loops, multiply in float8, or gather weights and sequences.
 

@@ -33,9 +33,10 @@ def traced_flops(jaxpr: core.Jaxpr, mesh_shape: dict[str, int], shares: Mapping[
     Args:
       jaxpr: the traced step.
       mesh_shape: mesh axis -> size.
-      shares: name scope -> amount of work that depends on the data, see `Cost.shares`: the share of a conditional's
-        runs that take the second branch, the share of a kernel's blocks that have rows, or a loop's number of
-        iterations. None: all are unknown.
+      shares: name scope -> a number that the trace does not contain, because it depends on the data (`Cost.shares`).
+        For a conditional, it is the share of its runs that take the second branch; for an expert kernel, the share of
+        its blocks that have rows; for a loop, its number of iterations. If the number is unknown, both branches, all
+        blocks, or one iteration are counted. None: all numbers are unknown.
     """
     return _flops(jaxpr, mesh_shape, frozenset(mesh_shape), shares or {})
 
@@ -53,7 +54,8 @@ def _flops(
       jaxpr: the traced function.
       mesh_shape: mesh axis -> size.
       automatic: the axes left to the partitioner; traced shapes are global along them.
-      shares: name scope -> amount of work that depends on the data, as in `traced_flops`; empty: all are unknown.
+      shares: name scope -> share of a branch, share of blocks, or number of iterations, as in `traced_flops`; empty:
+        all numbers are unknown.
       above: the path of name scopes of the enclosing calls, outermost first.
     """
     total = 0.0
@@ -91,9 +93,9 @@ def _kernel(equation: core.JaxprEqn) -> str:
 
 
 def _scopes(equation: core.JaxprEqn, above: str) -> str:
-    """Returns the path of an operation's name scopes, outermost first, followed by `/` and a Pallas kernel's name.
+    """Returns a path: the name scopes of an operation, outermost first, and the name of its Pallas kernel.
 
-    For any other operation, the path ends with `/`.
+    The last part of the path is empty if the operation calls no Pallas kernel.
 
     Args:
       equation: the operation.
@@ -106,7 +108,7 @@ def _of_blocks(part: str, equation: Equation, used_share: float) -> float:
     """Returns the FLOPs of an expert kernel in `models/moe/grouped_matmul.py`; blocks without rows do not count.
 
     Args:
-      part: `times` (products) or `weights` (gradients of the weights).
+      part: the kind of kernel: `times` (products of rows and weights) or `weights` (gradients of the weights).
       equation: the operation that calls the kernel.
       used_share: share of the blocks that have rows.
     """
@@ -145,7 +147,12 @@ def attention_kernel(jaxpr: core.Jaxpr) -> str:
 def _turns(equation: core.JaxprEqn, shares: Mapping[str, float]) -> float:
     """Returns the number of iterations of a while loop; 1 if it is unknown.
 
-    The number is the constant to which the loop counts from 0, or the entry of `shares` for the loop's name scope.
+    If the loop's condition is `i < constant`, the number is the constant: the counter is assumed to go from 0 in steps
+    of 1. For any other condition, the number is the entry of `shares` for the loop's name scope.
+
+    Args:
+      equation: the `while` operation.
+      shares: name scope of a loop -> its number of iterations; entries for other operations are ignored.
     """
     closed = equation.params["cond_jaxpr"]
     tests, bound = closed.jaxpr.eqns, None

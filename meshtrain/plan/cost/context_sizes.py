@@ -1,4 +1,6 @@
-"""Decides when to split sequences over devices: for a search, and as a change that makes a step fit in memory.
+"""Chooses sizes of the context axis, which splits long sequences over devices.
+
+The sizes are for a search, and for a change that makes a step fit in memory.
 
 T: tokens per sequence.
 """
@@ -30,11 +32,11 @@ def sizes_to_try(config: Config, num_devices: int) -> list[int]:
 
 
 def in_more_parts(config: Config, shape: Mapping[str, int]) -> dict[str, int]:
-    """Returns the change that halves the tokens of a microbatch on a device, as dotted key -> value.
+    """Returns a change of the configuration, dotted key -> value, that halves the tokens of a device's microbatch.
 
-    The change doubles the context axis and halves an axis that splits the batch. A device then has twice as many
-    sequences, so the number of microbatches is doubled as well. Returns {} for short sequences, or if no axis that
-    splits the batch has an even size.
+    The change doubles the context axis, so a device has half of each sequence. To keep the number of devices, it halves
+    an axis that splits the batch; a device then has parts of twice as many sequences, so the number of microbatches is
+    doubled as well. Returns {} for short sequences, or if no axis that splits the batch has an even size.
 
     Args:
       config: the configuration of the step.
@@ -63,7 +65,7 @@ def activations_dominate(held: Memory) -> bool:
 
 
 def longest(config: Config, held: Memory) -> int | None:
-    """Returns a lower bound of the longest sequence, in tokens, with which a step would fit its mesh; None if unknown.
+    """Returns a lower bound of the longest sequence, in tokens, for which a step would fit in memory; None if unknown.
 
     The bound assumes that all temporaries are proportional to the length of the sequence, although some do not grow,
     such as the head's gradient.

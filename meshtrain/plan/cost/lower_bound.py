@@ -178,9 +178,9 @@ def layer_gradient_bytes(assembly: Assembly) -> float:
 
 
 def _storing(assembly: Assembly) -> list[str]:
-    """Returns the axes larger than 1 over which the layout shards stored weights, in mesh order.
+    """Returns the axes larger than 1 over which stored weights are sharded, in mesh order.
 
-    Data is included if the partitioner reduces gradients over data and these axes together.
+    The data axis is included if the partitioner all-reduces a gradient over data and fsdp in a single collective.
     """
     shape, stored = assembly.mesh.shape, set(assembly.placed.rules.storage_axes)
     if not assembly.placed.replicas.has_copies and shape[FSDP] > 1 and shape[EXPERT] == 1:
@@ -191,8 +191,9 @@ def _storing(assembly: Assembly) -> list[str]:
 def _by_axes(assembly: Assembly, *, only_stacked: bool = False) -> collections.Counter[str]:
     """Returns axes joined by `+` -> bytes that a device sends per microbatch to gather weights and scatter gradients.
 
-    Each weight is gathered in the compute dtype once for each use, and its gradient is scattered. The first key joins
-    all axes that store weights; weights of experts are gathered over fewer axes.
+    A layer's weight is gathered twice, for the forward and the backward pass; any other weight once. The gradient of a
+    trained weight is scattered once. The arrays are sent in the compute dtype, router weights in float32. The first key
+    joins all axes that store weights; weights of experts are gathered over fewer axes.
 
     Args:
       assembly: the assembled step.

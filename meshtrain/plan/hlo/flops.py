@@ -41,7 +41,7 @@ class Attention(NamedTuple):
     def flops(self, query: Sequence[int], key: Sequence[int]) -> float:
         """Returns the FLOPs of the kernel, including the masked blocks, which it may skip.
 
-        The number is 2 x products x batch x heads x queries x width x keys.
+        The number is 2 x P x batch x heads x queries x width x keys, for P matrix products in the pass (`PRODUCTS`).
 
         Args:
           query: shape of the query: [.., heads, T, H] for splash, [batch, T, heads, H] for other kernels.

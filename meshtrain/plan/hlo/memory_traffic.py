@@ -15,14 +15,15 @@ def bytes_moved(
 ) -> float:
     """Returns the bytes that an operation reads and writes in device memory.
 
-    If the operation slices an array, or updates a slice in place, only the slice counts. A gather counts only its
-    distinct rows; the other rows repeat one row that stays in the cache.
+    If the operation slices an array, or updates a slice in place, only the slice counts. If a gather reads one row many
+    times, this row stays in the cache, so only the distinct rows count as read.
 
     Args:
       line: the operation.
-      body: the instructions of the fusion that the operation calls; for other operations, only the operation.
+      body: the instructions of the fusion that the operation calls; [line] if the operation is no fusion.
       shapes: name of each operand -> its shape.
-      shares: name scope -> share of a gather's rows that differ, see `parse.read`; None: all unknown.
+      shares: name scope of a gather -> distinct rows / all rows that it reads, see `parse.read`. A gather without an
+        entry reads distinct rows only. None: there are no entries.
     """
     share = lambda one: used_share(one.rest, shares or {}) if one.opcode == "gather" else 1.0  # noqa: E731
     inside = {one.name: one for one in body}

@@ -94,8 +94,7 @@ class Program:
       computations: name of a computation -> its instructions, in execution order.
       num_runs: name of a computation -> its runs in one step, through calls, fusions, and loops of known length.
       sources: id of a stack frame -> `file:line` of the innermost caller outside of installed packages and helpers.
-      shares: name scope of operations -> amount of work that depends on the data, such as the share of a
-        conditional's runs that take the second branch; see `read` for the other kinds.
+      shares: name scope of operations -> a share or a number of iterations that depends on the data, as in `read`.
     """
 
     computations: Mapping[str, list[Instruction]]
@@ -124,9 +123,10 @@ def read(
       text: the scheduled program.
       is_helper: function (file, qualified name of a function) -> whether `Program.source` names the function's caller
         instead.
-      shares: name scope of operations -> a share: of a conditional's runs that take the second branch, of a kernel's
-        blocks that have rows, or of a gather's rows that differ; for a loop, the number of iterations. None: all
-        unknown.
+      shares: name scope of operations -> a number that the text does not contain, because it depends on the data. For a
+        conditional, it is the share of its runs that take the second branch; for an expert kernel, the share of its
+        blocks that have rows; for a gather, the share of its rows that are distinct; for a loop, the number of
+        iterations. None: all numbers are unknown.
 
     Raises:
       ValueError: there is no entry computation, or a loop has an unknown length, so its operations cannot be counted.
@@ -156,7 +156,9 @@ def read(
 
 
 def share_in(text: str, shares: Mapping[str, float]) -> float | None:
-    """Returns the entry of `shares` for the first name scope that occurs in an operation's text; None without one.
+    """Returns the number in `shares` for an operation; None if no name scope in `shares` occurs in its text.
+
+    If several name scopes occur, the first entry of `shares` is used.
 
     Args:
       text: the operation's attributes or name scopes.
@@ -274,7 +276,7 @@ def _lines_and_root(body: list[Instruction]) -> tuple[dict[str, Instruction], In
 
 
 def _outside(line: Instruction, lines: Mapping[str, Instruction], arguments: list[str]) -> Instruction:
-    """Returns the instruction that provides a fusion's parameter; for any other instruction, the instruction itself.
+    """Returns `line`; if it is a parameter of a fusion, the instruction outside that computes the parameter's value.
 
     Args:
       line: an instruction, inside or outside of a fusion.

@@ -48,7 +48,7 @@ class Product:
 
 
 def first_group(pattern: re.Pattern[str], line: Instruction) -> str:
-    """Returns the first group of a pattern in an instruction's operands and attributes; '' without a match."""
+    """Returns the text of a pattern's first group in an instruction's operands and attributes; '' without a match."""
     match = pattern.search(line.rest)
     return match[1] if match else ""
 
@@ -107,7 +107,7 @@ def _is_library(line: Instruction) -> bool:
 
 
 def grouped_kernel(line: Instruction) -> str | None:
-    """Returns the expert kernel that an instruction calls: `times` (products) or `weights` (gradients); else None."""
+    """Returns the kind of an expert kernel: `times` (rows x weights) or `weights` (gradients); None for other calls."""
     if line.opcode != "custom-call" or first_group(TARGET, line) not in GROUPED_TARGETS:
         return None
     match = GROUPED.search(first_group(OPERATION, line))
@@ -127,7 +127,9 @@ def _grouped_products(part: str, line: Instruction, shapes: Mapping[str, str], s
 
 
 def used_share(text: str, shares: Mapping[str, float]) -> float:
-    """Returns the share of a kernel's blocks that have rows, or of a gather's rows that differ; 1 if unknown.
+    """Returns the share of an expert kernel's blocks that have rows, or of a gather's rows that are distinct.
+
+    Returns 1 if the share is unknown.
 
     Args:
       text: the operation's attributes or name scopes.

@@ -42,7 +42,7 @@ class Candidate:
 
 
 def candidates(config: Config, cluster: Cluster, *, only_mesh: bool) -> list[Candidate]:
-    """Returns the legal candidates that may fit the cluster, fastest estimate first.
+    """Returns the legal candidates that may fit in the devices' memory, fastest estimate first.
 
     Args:
       config: the configuration to vary.
@@ -90,7 +90,9 @@ def _inside_layers() -> tuple[str, ...]:
 
 
 def _first_that_fits(guesses: list[Candidate], capacity: float) -> Candidate | None:
-    """Returns the first candidate within the capacity, else the first slightly above it; None if all are too large.
+    """Returns the first candidate with estimated bytes up to `capacity`, else the first up to `MODEST` x `capacity`.
+
+    Estimates may be too high by the factor `MODEST`. Returns None if all estimates are larger.
 
     Args:
       guesses: candidates that differ in their ZeRO level, lowest level first, because higher levels send more.

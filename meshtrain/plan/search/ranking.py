@@ -37,7 +37,7 @@ class Found:
       cluster: the target cluster.
       ranked: (candidate, plan) for compiled candidates: fitting plans first, then by modelled time.
       num_candidates: number of legal candidates that may fit, compiled or not.
-      refused: (candidate, error) for candidates that could not be assembled; they are included in the number of
+      refused: (candidate, error) for candidates that could not be assembled; they use up part of the maximum number of
         compiled candidates.
     """
 
@@ -68,7 +68,7 @@ def search(
       compiled_by: function that compiles a step.
 
     Raises:
-      UserError: no mesh is legal on this cluster and may fit it.
+      UserError: each mesh on this cluster is illegal or surely too large for the devices' memory.
     """
     found = candidates(config, cluster, only_mesh=only_mesh)
     if not found:
@@ -154,7 +154,7 @@ def _memory(plan: Plan) -> str:
 
 
 def coverage(found: Found) -> str:
-    """Returns a text with the numbers of compiled and of all candidates, and the argument that compiles more."""
+    """Returns text such as `compiled 12 of 90 candidates; --search-compiles=N compiles more`."""
     num_tried = len(found.ranked) + len(found.refused)
     more = "" if num_tried == found.num_candidates else "; --search-compiles=N compiles more"
     return f"compiled {len(found.ranked)} of {found.num_candidates} candidates{more}"
