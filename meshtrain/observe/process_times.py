@@ -120,7 +120,10 @@ def lost_seconds(times: Mapping[int, Times], probes: Mapping[int, float]) -> dic
 
 
 class Judgement:
-    """Decides which process is slow: counts the consecutive logged steps at which each process was slow."""
+    """Finds the process that was slow, by the same cause, at each of the last `NUM_RUNNING` logged steps.
+
+    For each process and cause, it counts the consecutive logged steps at which the process was slow.
+    """
 
     def __init__(self) -> None:
         """Starts with a count of 0 for each process."""
@@ -133,8 +136,8 @@ class Judgement:
         A process is slow if it lost time by the same cause at the last `NUM_RUNNING` logged steps.
 
         Args:
-          times: process -> its timings at the next logged step. A process that has not measured the
-            fixed product since the previous logged step keeps its count for the product.
+          times: process -> its timings at the next logged step. If a process has not measured the fixed product since
+            the previous logged step, its count of slow products does not change.
         """
         fresh = {process: own.probe_seconds for process, own in times.items() if own.probe_seconds is not None}
         self._probes |= fresh
@@ -201,8 +204,8 @@ class OwnTimes:
         Args:
           step: the number of the logged step.
           values: the metrics of this step so far, including the clock's averages if steps were timed.
-          say: a function that prints a line. It is called with a warning if another process has become slow, or if
-            the causes of the same slow process have changed.
+          say: a function that prints a line. It is called with a warning if a process has become slow, or if the causes
+            of the slow process have changed.
 
         Returns:
           The entries of `Slow.values` for the row of metrics; empty if no process is slow. Only process 0 gets

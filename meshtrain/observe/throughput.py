@@ -51,10 +51,11 @@ class Throughput:
 class Uneven:
     """Warns once if the load of experts was uneven for a long time.
 
-    A device with many more tokens than under an even load processes them in several parts, so steps take longer.
+    If a device has many more tokens than under an even load, it processes them in several parts, one after the other.
+    So steps take longer.
 
     Attributes:
-      metric: the name of the metric that counts the parts into which a device divides its tokens.
+      metric: the name of the metric with the number of these parts; 1 under an even load.
       since: the first logged step of the current period with several parts; None: the last logged step had one part.
     """
 
@@ -63,7 +64,9 @@ class Uneven:
     _has_said: bool = False
 
     def line(self, step: int, values: Mapping[str, float | None]) -> str:
-        """Returns the warning to print after the row of a logged step; usually empty.
+        """Returns the warning to print after the row of a logged step, or ''.
+
+        The warning is returned once, when the load has been uneven for `NUM_UNEVEN` steps.
 
         Args:
           step: the number of the logged step.

@@ -201,8 +201,8 @@ class MetricsFile:
 class TensorBoard:
     """Writes TensorBoard's event files.
 
-    The calling thread writes the files. tensorboardX's SummaryWriter passes events to a thread that ends at the first
-    disk error; then its queue fills up, and the training loop would wait forever.
+    The calling thread writes the files. tensorboardX's SummaryWriter is not used, because it passes events to a thread
+    that ends at the first disk error; then its queue fills up, and the training loop would wait forever.
     """
 
     def __init__(
@@ -404,7 +404,7 @@ class WandB:
 
 
 def missing(options: ObserveOptions) -> list[Problem]:
-    """Returns an error line if the package of the chosen tracker is not installed; else an empty list."""
+    """Returns [error line] if the package of the chosen tracker is not installed; else []."""
     if options.tracker != "wandb" or importlib.util.find_spec("wandb"):
         return []
     return [
@@ -418,10 +418,10 @@ def missing(options: ObserveOptions) -> list[Problem]:
 
 
 def check(directory: str | os.PathLike[str]) -> list[Problem]:
-    """Returns an error line if a run's `metrics.jsonl` has lines but no row: a start would delete these lines.
+    """Returns [error line] if a run's `metrics.jsonl` has lines, but no row of metrics; else [].
 
-    Only the first MiB is read. A single incomplete row is accepted: a killed run leaves such a row, and the next start
-    removes it.
+    Such a file is an error because the start of a run deletes lines that are not rows. A single incomplete row is
+    accepted: a killed run leaves such a row, and the next start removes it. Only the first MiB is read.
     """
     path = pathlib.Path(directory) / METRICS_FILE
     if not path.is_file():

@@ -72,9 +72,9 @@ def meshes(runs: Sequence[Run]) -> list[str]:
 
 
 def _mesh_of_run(one: Run) -> tuple[tuple[str, int], ...] | None:
-    """Returns (axis, size) for each axis of a run's mesh; None if it is not recorded or has other axes than `AXES`.
+    """Returns (axis, size) for each axis in `AXES` of a run's mesh; None if the mesh is unknown or has other axes.
 
-    Axes that the run's version of this package lacked have size 1.
+    An axis that the mesh lacks, because an older version of this package wrote the run, has size 1.
     """
     shape = mesh_shape(one)
     if shape is None or not set(shape) <= set(AXES):
@@ -102,8 +102,8 @@ def schedules(runs: Sequence[Run]) -> list[str]:
 def _schedule(one: Run) -> Schedule | None:
     """Returns the pipeline schedule of a run's configuration; None without a pipeline, or if the schedule is unknown.
 
-    The schedule has no clock ticks if a user's function would create them, because this function is not imported, or
-    if there are too many to draw, because creating them would take seconds.
+    The returned schedule has no clock ticks in two cases: a user's function defines them, which a report does not
+    import; or there are too many to draw, and computing them would take seconds.
     """
     shape = mesh_shape(one)
     if shape is None or PIPELINE not in shape or shape[PIPELINE] == 1:

@@ -221,7 +221,7 @@ def _buttons(panels: Sequence[str], places: Sequence[Place], units: str, inner_p
 
     Args:
       panels: the metric of each panel.
-      places: the x values of each curve: steps, units and seconds.
+      places: (steps, units, seconds) of each curve: its x values for each of the three choices of the x axis.
       units: the name of the units, such as `tokens`.
       inner_pixels: the height of all panels together.
     """

@@ -59,7 +59,8 @@ class Log:
     def seconds_at(self, steps: np.ndarray) -> np.ndarray:
         """Returns the seconds from the run's first start to each of N steps, float64 [N].
 
-        Times between rows are interpolated; before the first row with a time they are NaN.
+        Between two rows with a time, the seconds are interpolated. Before the first of these rows they are NaN, and
+        after the last they stay constant. All are NaN if no row has a time.
 
         Args:
           steps: int64 [N].

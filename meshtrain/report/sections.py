@@ -164,8 +164,8 @@ def _configurations(runs: Sequence[Run]) -> list[str]:
 def differences(configs: Sequence[Mapping[str, object]]) -> list[list[str]]:
     """Returns a row for each key that differs between configurations: the dotted key, and the value in each of them.
 
-    A configuration without the key has the value `-`. If the configurations have different tasks, such a key is an
-    option of a task, so a row requires two different values besides `-`.
+    A configuration without the key has the value `-`. Usually `-` counts as a different value. If the configurations
+    have different tasks, it does not count, because a missing key may be an option of another task.
 
     >>> differences([{"seed": 1, "mesh": {"data": 2}}, {"seed": 1, "mesh": {"data": 4}, "task": "decoder"}])
     [['mesh.data', '2', '4'], ['task', '-', 'decoder']]

@@ -27,16 +27,16 @@ def problems(sizes: str) -> list[Problem]:
 def print_scaling(
     config: Config, cluster: Cluster, sizes: str, assumptions: Assumptions, *, programs: int, elsewhere: Work | None
 ) -> Scaling:
-    """Plans the configuration on several numbers of devices, prints the tables, and returns the result.
+    """Plans a configuration on several numbers of devices; prints tables of times and speedups; returns the plans.
 
     Args:
       config: the configuration to scale; its mesh fits `cluster`.
       cluster: the cluster that defines the kind of devices and hosts.
-      sizes: the text of `--scaling`.
+      sizes: the value of `--scaling`: the numbers of devices, such as `8,16,...,128`.
       assumptions: the assumptions of the time model.
       programs: maximum number of compiled programs.
-      elsewhere: function that runs work in a copy of this process, from `scheduled_hlo.server`; None: programs are
-        compiled completely, in this process.
+      elsewhere: the function that `scheduled_hlo.server` returned; it compiles programs in other processes, only up to
+        scheduling. None: programs are compiled completely, in this process.
     """
     plan_point = functools.partial(scaling.plan_point, elsewhere=elsewhere)
     wanted = cluster_sizes.read_sizes(sizes)
@@ -51,7 +51,7 @@ def json_content(found: Scaling) -> JsonObject:
 
 
 def chart(found: Scaling, ending: str) -> bytes:
-    """Returns the content of the `--chart` file.
+    """Returns the bytes of the `--chart` file: an image of the panels of `scaling_panels`.
 
     Args:
       found: the result of the scaling.

@@ -28,12 +28,12 @@ class Spent:
     """The seconds of a step by cause; computing, idle and waiting add up to the step.
 
     Attributes:
-      computing: seconds of the step if links took no time, without idle time.
-      idle: seconds of a step without transfers in which a stage of a pipeline idles.
-      waiting: axis, or axes joined by `+` -> seconds by which its transfers lengthen the step. The axes are in mesh
-        order, slowest network first; each value is the increase over the step with transfers along only the later axes.
-      latency: seconds by which transfers would lengthen the step if their bytes took no time; they are contained in
-        `waiting`.
+      computing: seconds in which a device computes, if transfers took no time.
+      idle: seconds in which a pipeline's stage idles, if transfers took no time.
+      waiting: axis, or axes joined by `+` -> seconds by which its transfers lengthen the step, in mesh order (slowest
+        network first). The transfers are added to the model axis by axis, last axis first; each value is the increase
+        when the axis is added.
+      latency: the part of `waiting` that would remain if transfers had latency, but their bytes took no time.
     """
 
     computing: float

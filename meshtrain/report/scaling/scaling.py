@@ -194,8 +194,8 @@ def plan_point(one: Point, cluster: Cluster, assumptions: Assumptions, elsewhere
       one: the strategy and the number of devices; it has a configuration.
       cluster: a cluster with this number of devices.
       assumptions: the assumptions of the time model.
-      elsewhere: function that runs work in a copy of this process, from `scheduled_hlo.server`. If it is None or fails,
-        the program is compiled completely in this process.
+      elsewhere: the function that `scheduled_hlo.server` returned; it compiles the program in another process, only up
+        to scheduling. If it is None or fails, the program is compiled completely, in this process.
     """
     what, row = f"{one.way.name} on {one.num_devices:,} devices", None
     if elsewhere is not None:
@@ -229,7 +229,7 @@ class Rows:
     """
 
     def __init__(self, plan_point: Callable[[Point], Row], say: Callable[[str], None]) -> None:
-        """Starts without rows.
+        """Creates an empty store of rows.
 
         Args:
           plan_point: function that plans a point and returns its row.
@@ -239,7 +239,7 @@ class Rows:
         self.made: dict[Config, Row] = {}
 
     def plan(self, points: Sequence[Point], most: int) -> None:
-        """Plans the first points, at most `most`, whose configurations are not planned yet."""
+        """Plans points in order, until `most` are planned; skips points whose configuration is None or has a row."""
         for one in points:
             if most > 0 and one.config is not None and one.config not in self.made:
                 start, most = time.perf_counter(), most - 1
@@ -249,7 +249,7 @@ class Rows:
                 self.say(f"compiled     {where}, in {seconds:.0f} s")
 
     def of(self, one: Point) -> Row:
-        """Returns the row of a point; if the point was not planned, the row states the reason."""
+        """Returns the row of a point; if the point was not planned, a row whose `problem` is the reason."""
         if one.config is None:
             return Row(one, problem=one.problem)
         if one.config not in self.made:
@@ -279,7 +279,7 @@ class Shares:
         return self.plain + self.searches * self.each + self.rest
 
     def line(self) -> str:
-        """Returns a line of text about the numbers of programs to compile."""
+        """Returns a line for the terminal: the maximum number of programs to compile, in total and by purpose."""
         return (
             f"scaling      compiles at most {self.most} programs: {self.plain} for data, fsdp and hybrid, "
             f"{self.searches} search{'es' * (self.searches != 1)} of at most {self.each}, "
@@ -345,17 +345,17 @@ def search(basis: Basis, clusters: Mapping[int, Cluster], shares: Shares, rows: 
 
 
 def nearest_point(basis: Basis, found: Mapping[int, Way], kind: str, num_devices: int) -> Point:
-    """Returns the point of the best searched strategy on a number of devices.
+    """Returns the strategy of the nearest search, on another number of devices.
 
-    The strategy is the result of the search at the nearest number of devices, among those strategies that can run on
-    this number.
+    The strategies in `found` are tried in the order of distance between the search's number of devices and
+    `num_devices`. The result contains the first strategy that can run on `num_devices`. If none can, the result
+    contains the first strategy, and the reason in `problem`.
 
     Args:
       basis: the configuration to scale.
-      found: the number of devices of a search -> its best strategy; at least one.
+      found: number of devices at which a search ran -> the best strategy of this search; at least one entry.
       kind: `strong` or `weak`.
-      num_devices: the number of devices to run on. If no strategy can run on it, the point contains the problem of
-        the strategy whose search was at the nearest number.
+      num_devices: the number of devices to run on.
     """
     nearest = sorted(found, key=lambda searched_at: abs(math.log(searched_at / num_devices)))
     tried = [point(basis, found[searched_at], kind, num_devices) for searched_at in nearest]

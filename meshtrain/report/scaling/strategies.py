@@ -212,7 +212,7 @@ def _change(way: Way, shape: Mapping[str, int], batch_size: int, number: int) ->
 
 
 def problem_of(config: Config, shape: Mapping[str, int], basis: Basis) -> str:
-    """Returns why a configuration is not compiled: it is illegal or far too large; an empty text if it is compiled."""
+    """Returns the reason not to compile a configuration (it is illegal or far too large); '' if there is none."""
     if lines := placement_problems(config, shape, basis.weights) or problems_of(config, shape):
         return lines[0]
     guessed = _estimate(config, shape, basis)
