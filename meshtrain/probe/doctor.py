@@ -225,9 +225,11 @@ def _as_job(
 
 
 def _within_limit(limit: float, first: str, work: _Work) -> JsonObject:
-    """Returns the result of `work`, or the reason why it has none: `refused`, `failed`, or `stuck` after a time limit.
+    """Returns the result of `work`, or a JSON object with one key if `work` has no result.
 
-    The work runs in a thread, so that this thread can give up and inform the other processes.
+    The key is `refused` (errors that a run would raise), `failed` (lines of an exception), or `stuck` (index and name
+    of the part of the work that exceeded the time limit). The work runs in a thread, so that this thread can give up
+    and inform the other processes.
 
     Args:
       limit: the time limit of each part of the work, in seconds.

@@ -82,7 +82,7 @@ def ring_all_reduce(x: jax.Array, axis: str, size: int) -> jax.Array:
 
 
 def base(num_elements: int) -> np.ndarray:
-    """Returns the common part of all devices' arrays, float32 [num_elements]: whole numbers, so that sums are exact."""
+    """Returns the array to which each device adds its `shift`, float32 [num_elements] of whole numbers (exact sums)."""
     return np.resize((np.arange(251) * 7 % 251).astype(np.float32), num_elements)
 
 

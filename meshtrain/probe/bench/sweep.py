@@ -111,7 +111,7 @@ def sweep(
 
 
 def expected_seconds(found: Sequence[Timed], num_bytes: int) -> float:
-    """Returns the expected duration of all rounds of a larger size, extrapolated from the last two sizes.
+    """Returns the expected seconds to measure a larger size in all rounds, extrapolated from the last two sizes.
 
     It depends only on values that all processes share, so that all of them skip the same sizes.
 

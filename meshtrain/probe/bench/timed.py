@@ -39,7 +39,7 @@ class Timed:
       operation: the name of the collective, an element of `links.OPERATIONS`.
       group_size: the number of devices along the axis.
       num_bytes: the bytes of the larger of a device's input and output (S in nccl-tests).
-      seconds: the time of one collective in each round, in the slowest process.
+      seconds: for each round, the time of one collective in the slowest process.
       wrong: an error line for each process in which the result was wrong.
     """
 

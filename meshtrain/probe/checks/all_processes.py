@@ -37,7 +37,9 @@ _START_ONCE = "start each process once, with its own number"
 def check_registration(
     meeting: Meeting, hosts: Mapping[int, str], refused: Sequence[str], seconds: float
 ) -> list[Finding]:
-    """Checks that all processes have registered at process 0.
+    """Returns an error for each rejected process, and one that lists the processes that did not register at process 0.
+
+    If all processes have registered and none was rejected, the result is one `ok` finding.
 
     Args:
       meeting: the address and number of the processes.
@@ -86,13 +88,15 @@ def same(
     fix: str,
     made: Callable[[str, str, str, int], Finding] = error,
 ) -> list[Finding]:
-    """Checks that values are the same in every process, and names the processes whose value differs from the majority.
+    """Returns a finding for each value of a process that differs from the value in most processes.
+
+    If all values are the same, the result is one `ok` finding; [] if there is only one process, or no value.
 
     Args:
       check: the name of the check.
       facts: process -> (name of a value -> the value as text).
       fix: the advice if values differ.
-      made: the function that creates the finding of a difference: `error` or `warning`.
+      made: the function that creates the finding about a difference: `error` or `warning`.
     """
     results = []
     names = sorted({name for own in facts.values() for name in own})
@@ -113,7 +117,9 @@ def common_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def clocks(times: Sequence[float], said: Sequence[Mapping[int, float]]) -> list[Finding]:
-    """Checks that the clocks of all machines agree to within a second.
+    """Returns a warning for each process whose clock differs from the clock of process 0 by more than a second.
+
+    If no clock differs, the result is one `ok` finding; [] if there are no other processes, or fewer than two rounds.
 
     In each round every process sends its clock. A process reads its clock between the end of the previous round and the
     end of its own round. The fastest round is the most precise (Cristian 1989).
@@ -141,7 +147,10 @@ def clocks(times: Sequence[float], said: Sequence[Mapping[int, float]]) -> list[
 
 
 def shared(seen: Mapping[int, tuple[str, Sequence[int], float]], num_processes: int) -> list[Finding]:
-    """Checks that every process sees the files that all other processes have written into the workdir.
+    """Returns an error for each process that does not see all files of the other processes in the workdir.
+
+    If every process sees all files, the result is one `ok` finding, or a warning if a process waited long; [] for a
+    single process.
 
     Args:
       seen: process -> (its workdir, the processes whose file was missing in it, the seconds that the process waited).
@@ -167,7 +176,9 @@ def shared(seen: Mapping[int, tuple[str, Sequence[int], float]], num_processes: 
 
 
 def devices(counts: Mapping[int, tuple[int, str]], num_gpus: int | None, without: Sequence[int]) -> list[Finding]:
-    """Checks that JAX sees the same number and kind of devices in every process.
+    """Returns an error for each process in which JAX sees an unexpected number or kind of devices.
+
+    If there is no error, the result is one `ok` finding. The expected kind is the most common kind.
 
     Args:
       counts: process -> (the number of its local devices, their kind).
@@ -192,11 +203,15 @@ IMPORT = "the import of JAX"  # in this part of the checks no process waits for 
 
 
 def blocking_processes(said: Mapping[int, Mapping[str, Json]], num_processes: int, limit: float) -> list[Finding]:
-    """Names the processes that block the others: processes with an error or without a report, or else the slowest.
+    """Returns errors about the processes for which the other processes wait; [] if no process failed or is stuck.
+
+    These are the processes with an error or without a report. If there are none, these are the processes that are
+    stuck in the earliest part of the work; processes that are stuck in a later part wait for them.
 
     Args:
-      said: process -> its results; or `refused` (errors that a run would raise), `failed` (lines of an exception), or
-        `stuck` (index and name of the part that did not end).
+      said: process -> the JSON object of its results. If it has no results, the object has a single key: `refused`
+        (errors that a run would raise), `failed` (lines of an exception), or `stuck` (index and name of the part of
+        the work that did not end).
       num_processes: the number of processes of the job; a process without a report has ended or is stopped.
       limit: the time limit of each part, in seconds.
     """
@@ -222,7 +237,7 @@ def blocking_processes(said: Mapping[int, Mapping[str, Json]], num_processes: in
 
 
 def collectives(times: Mapping[str, tuple[int, float]], wrong: Sequence[str]) -> list[Finding]:
-    """Checks the results of the collectives, and reports their times.
+    """Returns an error for each line in `wrong`; without such lines, one `ok` finding with the times.
 
     Args:
       times: axis -> (number of devices along the axis, seconds of an all-reduce of 1 MiB).
@@ -235,7 +250,7 @@ def collectives(times: Mapping[str, tuple[int, float]], wrong: Sequence[str]) ->
 
 
 def slow(pairs: Mapping[tuple[int, int], Sequence[float]]) -> list[Finding]:
-    """Names processes that exchange data slowly with every partner.
+    """Returns a warning for each process that exchanges data slowly with every partner; else one `ok` finding.
 
     A ring shows only its slowest link. In pairs, a healthy process is fast with at least one partner, and a slow
     process with none, so each process is judged by its fastest pair. A process is slow if it takes more than twice the

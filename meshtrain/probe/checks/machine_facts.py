@@ -53,7 +53,9 @@ def software() -> dict[str, str]:
 
 
 def libraries(environ: Mapping[str, str], version: Path = Path("/proc/driver/nvidia/version")) -> dict[str, str]:
-    """Returns the driver's version and library paths by name: they may differ between processes, but rarely on purpose.
+    """Returns name -> value of the NVIDIA driver's version and of the environment variables with library paths.
+
+    Processes may have different values, but a difference is rarely intended, so the doctor warns of it.
 
     Args:
       environ: the environment variables of this process.
@@ -134,7 +136,9 @@ def within(seconds: float, read: Callable[[], _T], otherwise: _T) -> _T:
 def resolve_host(meeting: Meeting, seconds: float = 0.0) -> tuple[list[str], str]:
     """Resolves the host name of process 0; returns (IP addresses, "") or ([], the reason of the failure).
 
-    It retries for `seconds`, because the name of a pod that has just started may not be known yet.
+    Args:
+      meeting: the address and number of the processes.
+      seconds: how long to retry, because the name of a pod that has just started may not be known yet; 0: no retry.
     """
     try:
         found = retry(lambda: socket.getaddrinfo(meeting.host, meeting.port, proto=socket.IPPROTO_TCP), seconds)

@@ -21,7 +21,9 @@ _NO_PROXIES = ("no_grpc_proxy", "no_proxy")
 
 
 def software(installed: Mapping[str, str | None], python: str) -> Finding:
-    """Checks that meshtrain's requirements are installed, and that the versions of JAX's packages fit together.
+    """Returns an error if a requirement of meshtrain is missing, or if the versions of JAX's packages do not match.
+
+    Otherwise returns an `ok` finding.
 
     Args:
       installed: package -> its version; None if the package is missing.
@@ -43,7 +45,10 @@ def software(installed: Mapping[str, str | None], python: str) -> Finding:
 
 
 def coordinator(meeting: Meeting, addresses: Sequence[str], failure: str = "") -> Finding:
-    """Checks that the host name of process 0 resolves, and not to a loopback address if the job has several machines.
+    """Returns an error if the host name of process 0 does not resolve, or not to an address that other machines reach.
+
+    If the job has several machines, a loopback address is an error, but in process 0 only a warning. Otherwise the
+    result is an `ok` finding.
 
     Args:
       meeting: the address and number of the processes.
@@ -75,7 +80,7 @@ def is_loopback(addresses: Sequence[str]) -> bool:
 
 
 def proxy(meeting: Meeting, environ: Mapping[str, str]) -> Finding:
-    """Checks that the connection to process 0 does not use a proxy; a proxy would make the connection hang."""
+    """Returns a warning if gRPC would use a proxy to reach process 0, and would hang; otherwise an `ok` finding."""
     used = [name for name in _PROXIES if environ.get(name)]
     excepted = [word.strip().lstrip(".") for name in _NO_PROXIES for word in (environ.get(name) or "").split(",")]
     if not used or any(word and (word == "*" or f".{meeting.host}".endswith(f".{word}")) for word in excepted):
@@ -86,7 +91,9 @@ def proxy(meeting: Meeting, environ: Mapping[str, str]) -> Finding:
 def gpus(
     listed: Sequence[str], failure: str, visible: str | None, expected: int | None, installed: Mapping[str, str | None]
 ) -> Finding:
-    """Checks the GPUs that JAX will see.
+    """Returns an error if nvidia-smi fails, or if the GPUs that JAX will see are invalid, unusable or not `expected`.
+
+    Otherwise returns an `ok` finding.
 
     Args:
       listed: the identifiers of all GPUs of the machine, by number, as printed by `nvidia-smi -L`.
@@ -125,10 +132,10 @@ def _until_invalid(visible: str) -> list[int | str]:
 
 
 def interface(wanted: str, interfaces: Mapping[str, tuple[bool, bool]], num_hosts: int) -> Finding:
-    """Checks the network interface that NCCL will use to reach other machines.
+    """Returns an error if NCCL would find no usable network interface; otherwise an `ok` finding.
 
-    NCCL_SOCKET_IFNAME lists prefixes of names; after `^` the prefixes to exclude, after `=` complete names (NCCL's user
-    guide).
+    An interface is usable if it is up; a loopback interface only if the job has one machine. NCCL_SOCKET_IFNAME lists
+    prefixes of names; after `^` the prefixes to exclude, after `=` complete names (NCCL's user guide).
 
     Args:
       wanted: the value of NCCL_SOCKET_IFNAME; empty if it is not set.
@@ -171,10 +178,10 @@ def _matching(wanted: str, names: Mapping[str, object]) -> list[str]:
 
 
 def folder(what: str, path: str, seconds: float, failure: str = "") -> Finding:
-    """Checks that a folder is writable.
+    """Returns an `ok` finding if a folder is writable; otherwise an error or a warning.
 
-    A failure is an error for the workdir. It is only a warning for the compilation cache, because a run without a cache
-    only starts more slowly.
+    A workdir that is not writable is an error. For the compilation cache it is only a warning, because a run without a
+    cache only starts more slowly.
 
     Args:
       what: the use of the folder, `workdir` or `cache`.
@@ -190,7 +197,7 @@ def folder(what: str, path: str, seconds: float, failure: str = "") -> Finding:
 
 
 def disk(path: str, free_bytes: int, free_files: int) -> Finding:
-    """Checks that the disk of a folder has free space, at least 1 GiB.
+    """Returns an error if the disk of a folder has less than 1 GiB free, or no free files; otherwise an `ok` finding.
 
     Args:
       path: the path of the folder.
@@ -207,7 +214,7 @@ def disk(path: str, free_bytes: int, free_files: int) -> Finding:
 
 
 def memory(available_bytes: int, total_bytes: int) -> Finding:
-    """Checks that the machine or the container has free memory, at least 1 GiB."""
+    """Returns an error if the machine or the container has less than 1 GiB of free memory; else an `ok` finding."""
     seen = f"{format_bytes(available_bytes)} of {format_bytes(total_bytes)} available"
     if available_bytes < LEAST_BYTES:
         return error("memory", seen, "end other programs on this machine, or request more memory")
@@ -215,7 +222,11 @@ def memory(available_bytes: int, total_bytes: int) -> Finding:
 
 
 def memory_fraction(environ: Mapping[str, str], num_gpus: int) -> Finding:
-    """Checks the environment variables that set JAX's fraction of GPU memory; plans assume `POOL_FRACTION`."""
+    """Checks the environment variables that set the fraction of GPU memory that JAX allocates.
+
+    Returns an error if JAX rejects them, a warning if the fraction is not `POOL_FRACTION`, which plans assume, and
+    otherwise an `ok` finding.
+    """
     name = next((name for name in FRACTION_VARIABLES if environ.get(name)), "")
     if not num_gpus or not name:
         return ok("memory fraction", "train sets it" if num_gpus else "not needed without GPUs")
@@ -233,7 +244,7 @@ def memory_fraction(environ: Mapping[str, str], num_gpus: int) -> Finding:
 
 
 def shared_memory(total_bytes: int, num_gpus: int) -> Finding:
-    """Checks the size of /dev/shm, through which NCCL connects GPUs of one machine."""
+    """Returns a warning if /dev/shm is too small for NCCL to connect several GPUs; otherwise an `ok` finding."""
     seen = f"/dev/shm has {format_bytes(total_bytes)}"
     if num_gpus > 1 and total_bytes < _LEAST_SHARED_BYTES:
         return warning(
@@ -243,7 +254,9 @@ def shared_memory(total_bytes: int, num_gpus: int) -> Finding:
 
 
 def check_locked_memory(limit_bytes: int | None, has_infiniband: bool) -> Finding:
-    """Checks the limit of locked memory, which InfiniBand needs for its buffers.
+    """Returns a warning if locked memory, which InfiniBand needs for its buffers, is limited; else an `ok` finding.
+
+    Without InfiniBand adapters, the result is always `ok`.
 
     Args:
       limit_bytes: the limit of this process in bytes; None: no limit.
