@@ -1,15 +1,16 @@
-"""Costs of a microbatch on a device by formula, which the planner uses without compiling the model.
+"""Estimates the costs of a microbatch on a device by formula, so that the planner need not compile the model.
 
-b: units (tokens) of a microbatch on a device, D: width, L: layers of a device's stage, a: bytes of a number, n: devices
-along tensor, A = b D a.
+b: units (tokens) of a microbatch on a device, D: width, L: layers of a device's stage, a: bytes of an element, n:
+devices along the tensor axis, A = b D a: bytes of the residual stream.
 
-    tensor    bytes that a device sends along the tensor axis. An all-reduce of activations sends 2 (n - 1) / n A. There
-              are 4 all-reduces per layer, one for the look-up and one for the head. The backward pass repeats some
-              (Korthikanti et al. 2022): one more per layer for the sum after attention, if remat.policy is
-              save_attention, full or offload. With sequence parallelism an all-reduce is a reduce-scatter and an
-              all-gather, which send half of the bytes each. Then the backward pass repeats the gathers of both norms
-              (selective or dots: one all-reduce more), or these gathers and the scatter after attention
-              (save_attention, full or offload: one and a half more)
+    tensor    bytes that a device sends along the tensor axis. An all-reduce of activations sends 2 (n - 1) / n A. Forward
+              and backward pass need 4 all-reduces per layer, one for the look-up and one for the head. In addition, the
+              backward pass repeats a part of the forward pass's communication (Korthikanti et al. 2022). Without
+              sequence parallelism it repeats one all-reduce per layer, the sum after attention, if remat.policy is
+              save_attention, full or offload. With sequence parallelism each all-reduce is a reduce-scatter and an
+              all-gather, which send half of its bytes each. Then the backward pass repeats the two gathers after norms
+              (selective or dots: as many bytes as one all-reduce), or these gathers and the scatter after attention
+              (save_attention, full or offload: as many bytes as one and a half all-reduces)
     kept      bytes of saved activations: b D (10 + 24 / n) numbers of 16 bits per layer (Korthikanti et al. 2022, table
               2, without the matrix of probabilities, which a fused kernel does not save). Compiled programs save about
               1.6 times these bytes
@@ -41,7 +42,7 @@ LOOP = "products by a loop over blocks"
 
 
 class Kernel(NamedTuple):
-    """The implementation that computes a part of the model, described as text.
+    """The name of the implementation that computes a part of the model, and texts that describe it.
 
     Attributes:
       part: name of the model's part, such as `ATTENTION` or `EXPERTS`.
@@ -95,7 +96,7 @@ MakeCost = Callable[[Mapping[str, int], float], Cost]
 
 
 def unknown(mesh_shape: Mapping[str, int], units: float) -> Cost:
-    """Returns an empty `Cost`, for any mesh and microbatch: the default of `Task.cost`, without estimates.
+    """Returns an empty `Cost`, in which no cost is known; the default of `Task.cost`.
 
     Args:
       mesh_shape: mesh axis -> size; not used.
@@ -122,7 +123,8 @@ def of_transformer(
       dtype: dtype of activations.
       output_dtype: dtype of logits.
       remat: activations that the backward pass recomputes.
-      placement: its rules determine whether the sequence is split over the tensor axis between layers.
+      placement: its rules determine whether activations between layers are split along the sequence, over the tensor
+        axis.
       mesh_shape: mesh axis -> size.
       units: tokens of a microbatch on a device.
     """

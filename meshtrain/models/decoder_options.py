@@ -290,7 +290,7 @@ class DecoderOptions(TransformerShape):
 
     @property
     def num_global(self) -> int:
-        """The number of layers without a window in a model whose other layers have a window; else 0."""
+        """The number of layers without a window if only some layers have a window; otherwise 0."""
         return self.num_layers // self.global_every if self.alternates else 0
 
     @property
@@ -305,7 +305,7 @@ class DecoderOptions(TransformerShape):
 
     @property
     def of_dense(self) -> "DecoderOptions":
-        """The options of the first layers, which have one mlp: these options without experts, with this mlp's width."""
+        """The options of the first layers with one mlp: a copy without experts, with the mlp width `moe.dense_dim`."""
         return dataclasses.replace(self, moe=MoeOptions(), mlp_dim=self.moe.dense_dim)
 
     @property

@@ -99,8 +99,8 @@ def _scaled_product(
 def quantize(x: jax.Array, dtype: DTypeLike, placement: Placement) -> tuple[jax.Array, jax.Array]:
     """Returns an array divided by its scale as 8-bit floats, and the scale.
 
-    The scale is the smallest power of two with which the maximum over all shards, divided by it, is in the dtype's
-    range.
+    The scale is the smallest power of two s for which m / s is in the dtype's range, where m is the largest magnitude
+    over all shards.
 
     Args:
       x: any floating-point array; if a manual mesh axis splits the batch, this device's shard.

@@ -129,7 +129,10 @@ def _gelu(x: jax.Array) -> jax.Array:
 
 
 def _clamped_swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
-    """Returns the gated product of gpt-oss (OpenAI 2025): both arguments are clamped, and 1 is added to `up`."""
+    """Returns gpt-oss's gated product (OpenAI 2025): gate sigmoid(s gate) (up + 1), after both arguments are clamped.
+
+    `gate` is at most `CLAMP`, `up` is between -`CLAMP` and `CLAMP`, and s is `CLAMPED_SLOPE`.
+    """
     gate, up = jnp.minimum(gate, CLAMP), jnp.clip(up, -CLAMP, CLAMP)
     return gate * jax.nn.sigmoid(CLAMPED_SLOPE * gate) * (up + 1)
 
@@ -144,7 +147,7 @@ GATES: Mapping[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
 
 
 def gather_sequence(x: jax.Array, placement: Placement) -> jax.Array:
-    """Returns `x`, [b, T, D], gathered along the sequence, which sequence parallelism shards between products.
+    """Returns `x`, [b, T, D], gathered along the sequence dim, which sequence parallelism shards between matmuls.
 
     The first constraint keeps `x` sharded until the gather. Otherwise the partitioner may gather the array from which
     `x` was cast, which has more bytes.
@@ -172,7 +175,8 @@ def sums_spec(place: Placement, shape: tuple[int, ...], over: tuple[str, ...]) -
 def reduce_rows(x: jax.Array, over: tuple[str, ...], scatters: bool) -> jax.Array:
     """Returns `x`, [b, T, D], summed over the manual mesh axes `over`; unchanged if `over` is empty.
 
-    If `scatters` is true, the sum is a reduce-scatter: each of n devices gets a part of the sequence, [b, T / n, D].
+    If `scatters` is true, the sum is a reduce-scatter: each of the n devices along these axes gets a part of the
+    sequence, [b, T / n, D].
     """
     if scatters:
         return jax.lax.psum_scatter(x, over, scatter_dimension=1, tiled=True)

@@ -37,9 +37,9 @@ class Load(NamedTuple):
     """A metric for the load of experts: how many tokens chose each expert, float32 [..., E], exact up to 2^24.
 
     The logged number is the maximum count divided by the mean count: 1 if all counts are equal, E if all tokens chose
-    the same expert. If `counts` has a row for each layer, the logged number is the mean over rows. Each layer returns
-    its row with zeros for the other layers, because one count for all layers would hide that each layer prefers some
-    experts.
+    the same expert. If `counts` has a row for each layer, the logged number is the mean over rows. There are separate
+    rows because a sum over layers would hide an uneven load in each layer. Each layer returns an array with its row,
+    and zeros in the rows of the other layers.
     """
 
     counts: jax.Array
@@ -58,9 +58,9 @@ class Peaks(NamedTuple):
     """A metric for the largest magnitude of activations in each layer, stored as a histogram.
 
     `counts` is float32 [layers, N]: how often a layer's largest magnitude was in each of N bins, eight bins per factor
-    of 2. Each layer returns its row with zeros for the other layers. The last bin also counts non-finite numbers. The
-    logged number of a layer is the middle of the highest bin with a count, which is at most 4.4 % off, or 0 without
-    counts. The maximum over layers is logged as well.
+    of 2. Each layer returns an array with its row, and zeros in the rows of the other layers. The last bin also counts
+    non-finite numbers. The logged number of a layer is the middle of the highest bin with a count, which is at most
+    4.4 % off, or 0 without counts. The maximum over layers is logged as well.
     """
 
     counts: jax.Array

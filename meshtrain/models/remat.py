@@ -1,4 +1,7 @@
-"""Selects the activations of a layer that are saved for the backward pass, and their memory; others are recomputed."""
+"""Selects which activations of a layer are saved for the backward pass, on the device or in host memory.
+
+The backward pass recomputes the other activations.
+"""
 
 import dataclasses
 import math
@@ -37,7 +40,7 @@ Policy: TypeAlias = Callable[..., Any]
 
 @dataclasses.dataclass(frozen=True)
 class RematOptions:
-    """The activations that the backward pass recomputes, and the memory in which saved activations are stored."""
+    """The options that select the recomputed activations, and the memory (device or host) of saved activations."""
 
     policy: str = option(
         "none",
@@ -75,8 +78,9 @@ def checkpoint_policy(name: str, placement: Placement) -> Policy | None:
     because saving them would store the complete weights of all layers on each device.
 
     Args:
-      name: one of the choices of `RematOptions.policy`; `full` saves only a layer's input, `selective` saves the inputs
-        of products with weights and of the attention kernel (Korthikanti et al. 2022).
+      name: one of the choices of `RematOptions.policy`, which describes them. For example, `full` saves only a layer's
+        input, and `selective` saves the inputs of products with weights and of the attention kernel (Korthikanti et al.
+        2022).
       placement: recognizes the gathers of weights (`Placement.is_gather`) and states whether they are saved.
     """
     keeps = None if name == "none" else _activations(name)
@@ -155,7 +159,7 @@ def _is_named(primitive: Primitive, params: Mapping[str, Param], names: Collecti
 def check(
     options: RematOptions, num_layers: int, num_stages: int, name: str = "model.num_layers", in_chunk: int = 0
 ) -> list[Problem]:
-    """Returns an error line for each reason why the options do not fit the model or the mesh.
+    """Returns an error line for each remat option that does not fit the number of layers or of pipeline stages.
 
     Args:
       options: the options to check; each field is within its bounds.

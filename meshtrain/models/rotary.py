@@ -70,7 +70,9 @@ def rotary_angles(positions: jax.Array, head_dim: int, base: float, scaling: Sca
 
 
 def rotate(x: jax.Array, angles: jax.Array, stretch: jax.Array | float | None = None) -> jax.Array:
-    """Rotates the pair (x[i], x[i + H / 2]) of each head by its angle, in float32, and multiplies it by `stretch`.
+    """Rotates the pair of channels (x[i], x[i + H / 2]) of each head by angle i, and multiplies it by `stretch`.
+
+    The computation is in float32; the result has the shape and dtype of `x`.
 
     Args:
       x: queries or keys [b, T, heads, H].
@@ -85,7 +87,7 @@ def rotate(x: jax.Array, angles: jax.Array, stretch: jax.Array | float | None = 
 
 
 def rotate_neighbours(x: jax.Array, angles: jax.Array) -> jax.Array:
-    """Rotates the pair (x[2 i], x[2 i + 1]) of each head by its angle, in float32; returns [b, T, heads, H].
+    """Rotates the pair of channels (x[2 i], x[2 i + 1]) of each head by angle i, in float32; returns [b, T, heads, H].
 
     The channels of the result are reordered: pair i is at i and i + H / 2, as in `rotate`.
 

@@ -280,7 +280,7 @@ def kind_problems(task: Task) -> list[Problem]:
 
 
 def _kinds(annotation: Any) -> tuple[type, ...]:
-    """Returns the classes whose instances an annotation allows."""
+    """Returns the classes whose instances are allowed by `annotation`, the type annotation of a field."""
     if isinstance(annotation, types.UnionType):
         return tuple(kind for one in typing.get_args(annotation) for kind in _kinds(one))
     if annotation in (int, float):

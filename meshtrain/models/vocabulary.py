@@ -504,7 +504,7 @@ class _Shards:
         return cls(of_x, sums_spec(place, x.shape, vocab), gathered, stored, batch, vocab, num_tokens, num_columns)
 
     def reduced_weight(self, gradient: jax.Array) -> jax.Array:
-        """Returns the gradient of the weight, summed over the shards of the batch, in the stored weight's sharding."""
+        """Returns the gradient of the weight summed over the shards of the batch, sharded like the stored weight."""
         left = self.batch
         pairs = zip(axes_of_dims(self.stored, 2), axes_of_dims(self.weight, 2), strict=True)
         for dim, (stored, whole) in enumerate(pairs):
@@ -518,7 +518,7 @@ class _Shards:
 def _loop(
     loss: CrossEntropy, product: Product, shards: _Shards, local: tuple[jax.Array, ...], *, of_x: bool, of_weight: bool
 ) -> Computed:
-    """Returns the loss of one device's tokens, and the loss's gradients of x and of the weight (None if not requested).
+    """Returns (loss of one device's tokens, gradient of x, gradient of the weight); None for a gradient not requested.
 
     `local` contains this device's shards of x, weight, targets and weights. Loss and gradients are not yet summed over
     devices.
@@ -565,8 +565,9 @@ def _dot(left: jax.Array, right: jax.Array, dims: tuple[int, int], dtype: DTypeL
 
 
 def _sum_dtype(dtype: DTypeLike) -> DTypeLike:
-    """Returns the dtype in which a gradient is summed over shards and saved for the backward pass.
+    """Returns the dtype in which a gradient of dtype `dtype` is summed over shards and saved for the backward pass.
 
-    Float16 becomes float32, because small numbers would be lost before they are multiplied by the loss scale.
+    It is float32 for float16, in which small numbers would be lost before they are multiplied by the loss scale;
+    otherwise it is `dtype`.
     """
     return jnp.float32 if dtype == jnp.float16 else dtype

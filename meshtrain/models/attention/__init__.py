@@ -1,1 +1,1 @@
-"""Attention: its kernels, the selection of a kernel, and the exchange if sequences are split over devices."""
+"""Attention: its kernels, the selection of a kernel, and communication between devices that share a sequence."""

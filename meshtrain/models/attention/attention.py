@@ -73,9 +73,9 @@ class Attention:
         return 1 / math.sqrt(self.scalar or self.head_dim)
 
     def among(self, num_keys: int) -> "Attention":
-        """Returns these settings for `num_keys` keys: without the window if it covers all keys, else unchanged.
+        """Returns the settings for attention over `num_keys` keys: window 0 if it covers all keys, else unchanged.
 
-        Kernels have separate code paths for windows, which are not needed for a window that covers all keys.
+        A window that covers all keys excludes no key, and kernels have separate code for windows.
         """
         return dataclasses.replace(self, window=self.window if self.window < num_keys else 0)
 

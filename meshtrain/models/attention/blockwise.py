@@ -61,7 +61,7 @@ class Blocks:
     is_part: bool = False
 
     def first(self, i: Index) -> Index:
-        """Returns the index of the first block of keys that block `i` of queries attends to.
+        """Returns the index of the first block of keys that some query in block `i` of queries attends to.
 
         The result is an int or a traced int32 scalar, like `i`.
         """
@@ -71,7 +71,7 @@ class Blocks:
         return largest(0, (i * self.queries - self.attention.window + 1) // self.keys)
 
     def last(self, i: Index) -> Index:
-        """Returns the index of the last block of keys that block `i` of queries attends to.
+        """Returns the index of the last block of keys that some query in block `i` of queries attends to.
 
         The result is an int or a traced int32 scalar, like `i`.
         """
@@ -183,7 +183,7 @@ def blockwise_backward(
     log_sums: jax.Array,
     cotangent: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns the cotangents of q, k and v, given the cotangent of the heads.
+    """Returns the cotangents of q, k and v, given the cotangent of the attention output.
 
     G: key heads, R: query heads per key head.
 
@@ -196,7 +196,7 @@ def blockwise_backward(
       first: position of the first query, see `blockwise_forward`.
       heads: attention output of each head, [b, T, G, R, H], returned by `blockwise_forward`.
       log_sums: logarithms of the softmax's sums, float32 [b, G, T, R], returned by `blockwise_forward`.
-      cotangent: cotangent of the heads, [b, T, G, R, H].
+      cotangent: cotangent of `heads`, [b, T, G, R, H].
     """
     # For a row of probabilities p with cotangents c, the softmax's backward is p (c - sum(p c)); `inner` is this sum.
     inner = jnp.sum(heads.astype(jnp.float32) * cotangent.astype(jnp.float32), axis=-1).swapaxes(1, 2)

@@ -33,7 +33,7 @@ def attend(
       documents: int32 [b, T] and [b, S], the document ids of queries and of keys; None: one document.
       attention: settings of attention.
       sinks: scores of attention sinks, float32 [b, T, N]; None: no sinks.
-      how: implementation of `jax.nn.dot_product_attention`.
+      how: value of the argument `implementation` of `jax.nn.dot_product_attention`.
       first: int32 scalar, the position of the first query among the keys, if `q` is a part of the sequence; None: `q`
         is the complete sequence.
       is_global: bool scalar, whether the window of `attention` is ignored; None: it is not ignored.

@@ -25,13 +25,14 @@ class Kernel(NamedTuple):
     """The forward and backward pass of an attention kernel.
 
     Attributes:
-      forward: (static, q [b, T, ..., H], k, v, further arguments) -> (heads in the shape of q, logarithms of the
-        softmax's sums, float32, in the shape of `heads.swapaxes(1, 2)[..., 0]`).
-      backward: (static, q, k, v, further arguments, heads, logarithms, cotangent of the heads) -> cotangents of q, k
-        and v.
+      forward: (static, q [b, T, ..., H], k, v, further arguments) -> (heads, log sums). The heads are the attention
+        output in the shape of q. The log sums are the logarithms of the softmax's sums, float32, in the shape of
+        `heads.swapaxes(1, 2)[..., 0]`.
+      backward: (static, q, k, v, further arguments, heads, log sums, cotangent of the heads) -> cotangents of q, k and
+        v.
       static: hashable first argument of both functions, for settings that are not arrays.
-      name: checkpoint name of heads and logarithms, for `jax.checkpoint` policies.
-      unit: factor from the kernel's logarithms to natural logarithms, such as ln 2 for logarithms to base 2.
+      name: checkpoint name of heads and log sums, for `jax.checkpoint` policies.
+      unit: factor that converts the kernel's log sums to natural logarithms, such as ln 2 for logarithms to base 2.
     """
 
     forward: Callable[..., tuple[jax.Array, jax.Array]]
@@ -46,9 +47,10 @@ def attend(kernel: Kernel, sinks: jax.Array | None, q: jax.Array, *others: Given
 
     Args:
       kernel: forward and backward pass.
-      sinks: scores of attention sinks, float32 [b, T, N], padded here if the kernel's T is larger; None: no sinks.
-      q: queries [b, T, ..., H], in the kernel's shape.
-      others: further arguments of the kernel: keys, values, and for example document ids.
+      sinks: scores of attention sinks, float32 [b, T, N]; None: no sinks. If q is padded to more than T tokens, this
+        function pads the sinks as well.
+      q: queries in the shape that the kernel takes, [b, padded T, ..., H].
+      others: the arguments of the kernel after q: keys, values, and further arguments such as document ids.
     """
     own = None if sinks is None else pad(sinks, q.shape[1]).reshape(q.shape[:-1]).swapaxes(1, 2)
     heads: jax.Array = _attend(kernel, own, q, *others)
@@ -59,7 +61,8 @@ def attend(kernel: Kernel, sinks: jax.Array | None, q: jax.Array, *others: Given
 def _attend(kernel: Kernel, sinks: jax.Array | None, *given: Given) -> jax.Array:
     """Returns the attention output of each head, with sinks, in the shape of q.
 
-    `sinks` is None or has the shape of the kernel's logarithms.
+    `given` are the arguments of the kernel: q, k, v and further arguments. `sinks` is None or has the shape of the
+    kernel's log sums.
     """
     return _forward(kernel, sinks, *given)[0]
 
@@ -101,8 +104,8 @@ def cotangent(heads: jax.Array, log_sums: jax.Array, sinks: jax.Array, of_heads:
     """Returns the cotangent of the sinks, float32 [...]: -exp(sink - log_sum) sum(heads of_heads).
 
     Args:
-      heads: attention output with sinks included, [..., H].
-      log_sums: natural logarithms of the softmax's sums with sinks included, float32 [...].
+      heads: attention output with sinks in the softmax, [..., H].
+      log_sums: natural logarithms of the softmax's sums, including the sinks, float32 [...].
       sinks: scores of the sinks, float32 [...].
       of_heads: cotangent of `heads`, [..., H].
     """

@@ -60,9 +60,9 @@ class LatentAttention(MultiHead):
           documents: int32 [b, T], the document of each token; None: each sequence is one document.
           memory: must be None, because latents are computed from `x`.
           slots: for generation, the slots of the cache that the only token of each row attends to; None: no cache.
-          is_global: bool scalar, whether queries ignore the window, see `MultiHead`.
-          stretch: YaRN factor of all channels of queries and keys (in `MultiHead`, only rotary positions have it), a
-            number or float32 scalar; None: no factor.
+          is_global: bool scalar, whether queries ignore the window; None: they do not.
+          stretch: YaRN factor of all channels of queries and keys, a number or float32 scalar; None: no factor.
+            (`MultiHead` multiplies only rotated queries and keys.)
         """
         assert memory is None, "latent attention has no memory"
         assert angles is not None, "latent attention has rotary channels"

@@ -280,7 +280,7 @@ class MultiHead(nn.Module):
         return bool(parts) and q.shape[2] % self.placement.size((*parts, *of_heads)) > 0
 
     def _kernel(self, how: str, attention: Attention) -> context_parallel.Attend:
-        """Returns an implementation as a function of q, k, v and documents that supports values narrower than keys.
+        """Returns the selected implementation as a function of q, k, v and documents; values may be narrower than keys.
 
         Args:
           how: name of the implementation, a choice of `model.attention` other than `auto`.
@@ -316,7 +316,7 @@ class MultiHead(nn.Module):
           name: name of the projection's weight.
           x: activations [b, T, ...].
           num_heads: number of heads in the result.
-          axis: logical axis of the heads, such as `heads` or `kv_heads`.
+          axis: logical axis of the heads dim of the weight, such as `heads` or `kv_heads`.
           width: width of a head; 0: H.
           rows: logical axis of the weight's first dim, over which the product sums.
         """

@@ -1,4 +1,4 @@
-"""Selects the implementation of attention, with its reason, and describes the exchange between devices.
+"""Selects the implementation of attention, gives a reason, and describes the communication for split sequences.
 
 T: tokens per sequence, S: tokens of the memory (T in self-attention).
 """
@@ -25,7 +25,7 @@ _CANNOT = {"cudnn": _CAP | _SINKS, "triton": _WINDOW | _CAP}
 
 
 class Case(NamedTuple):
-    """The properties of an attention that determine its implementation.
+    """The properties of an attention layer that determine which implementation computes it.
 
     Attributes:
       attention: settings of attention.
@@ -86,7 +86,10 @@ def chosen(case: Case) -> tuple[str, str]:
 
 
 def _unsupported(kernel: str, case: Case) -> list[str]:
-    """Returns the properties of the case that a GPU kernel, `cudnn` or `triton`, does not support, as texts."""
+    """Returns a text for each property of the case that the GPU kernel `cudnn` or `triton` does not support.
+
+    An example is `heads of 512`. The list is empty if the kernel supports the case.
+    """
     attention, dtype = case.attention.among(case.lengths[1]), jnp.dtype(case.dtype)
     refused = [] if dtype.itemsize == 2 else [dtype.name]
     # Every GPU with a cuDNN kernel takes heads of up to 128. GPUs from Hopper on take up to 256.
@@ -174,8 +177,8 @@ def exchange(attention: Attention, more: float, mesh_shape: Mapping[str, int]) -
 
     Args:
       attention: settings of attention.
-      more: number of all pairs of a query and a key, divided by the number of pairs that the mask allows. The text
-        states it if keys are gathered, because then all pairs are computed.
+      more: factor by which gathered keys increase the computation: number of all pairs of a query and a key, divided by
+        the number of pairs that the mask allows. It is printed only if devices gather keys.
       mesh_shape: mesh axis -> size.
     """
     num_shards, size, num_heads = of_sequence(mesh_shape), mesh_shape[CONTEXT], attention.num_heads

@@ -1,6 +1,6 @@
-"""Attention on GPUs by JAX's own Pallas kernel, compiled through Triton, which supports documents of packed sequences.
+"""Attention on GPUs by JAX's own Pallas kernel, compiled through Triton; supports documents in packed sequences.
 
-The kernel stores no [T, T] matrix. JAX's module is experimental and marked as deprecated in newer versions of JAX:
+The kernel stores no [T, T] matrix. JAX's module is experimental and marked as deprecated in newer versions of JAX. So
 `is_there` checks whether JAX has the module and whether its functions have the parameters that this file passes.
 
 b, T, N, G, H: see `attention.py`.
@@ -129,7 +129,10 @@ def _sum_of_queries(found: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def _scope(static: Static) -> str:
-    """Returns the name scope of the kernel's operations, which states for the planner whether attention is causal."""
+    """Returns the name scope of the kernel's operations, from which the planner reads whether attention is causal.
+
+    `static` are the kernel's settings that are not arrays.
+    """
     return "triton_causal" if static[1] else "triton_full"
 
 

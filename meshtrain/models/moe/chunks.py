@@ -159,7 +159,7 @@ def arrange_rows(cut: Parts, chosen: jax.Array, num_here: int) -> Index:
 
 
 def num_used(cut: Parts, index: Index, num_here: int) -> jax.Array:
-    """Returns the number of parts whose first block has rows, an int32 scalar; later parts are empty.
+    """Returns the number of parts that have rows, an int32 scalar; the last parts may be empty.
 
     Args:
       cut: the split of rows into parts.
@@ -194,7 +194,8 @@ def results(how: How, x: jax.Array, gates: jax.Array, matrices: Matrices, index:
       gates: factor of each choice's result, float32 [t k].
       matrices: `up` and `gate` [e, D, F], `down` [e, F, D], factors of their adapters, and biases [e, F] and [e, D].
       index: assignment of tokens to rows, from `arrange_rows`.
-      stacks: name of a matrix -> stack of this matrix of all layers, for some of `up`, `gate` and `down`.
+      stacks: name of a matrix (`up`, `gate` or `down`) -> the matrix of all layers in one array (`Stack`), from which a
+        GPU kernel reads this layer. A matrix without an entry is read from `matrices`.
     """
     return _results(how, x, gates, dict(matrices), index, dict(stacks))
 
@@ -240,7 +241,7 @@ def _with_further(
       index: assignment of tokens to rows.
       matrices: the experts' matrices; only the number of experts is read.
       of_part: index of a part, int32 scalar -> result of the part, a pytree like `first`.
-      first: result of part 0.
+      first: result of part 0, which is always computed before the loop over further parts.
     """
     if how.cut.num_parts == 1:
         return first
@@ -257,9 +258,9 @@ def _with_further(
 def _of_part(
     how: How, index: Index, stacks: Stacks, number: int | jax.Array, x: jax.Array, gates: jax.Array, matrices: Matrices
 ) -> jax.Array:
-    """Returns the gated sum of the results of one part's rows for each of t tokens, [t, D].
+    """Returns the gated sum of one part's results for each of t tokens, [t, D].
 
-    `number` is the index of the part; the other arguments are described in `results`.
+    A part is a fixed number of rows. `number` is the index of the part; the other arguments are described in `results`.
     """
     cut = how.cut
     start = number * cut.num_rows
@@ -324,7 +325,7 @@ def of_rows(
 # The next two functions are transposes of each other.
 @jax.custom_vjp
 def spread(x: jax.Array, tokens: jax.Array, places: jax.Array) -> jax.Array:
-    """Returns the activations of each row's token, [R, D]; zeros for padding. A row is computed by one expert.
+    """Copies the activations of each token to its rows, one row for each chosen expert: [R, D]; zeros for padding.
 
     t: tokens, k: experts per token, R: rows, D: embed dim.
 

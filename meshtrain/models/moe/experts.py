@@ -104,8 +104,8 @@ class Experts(nn.Module):
         """Returns the gated sum of the experts' results for each token, [b, T, D], and a histogram of computed parts.
 
         A device processes its tokens in 1 or 2 turns, and the experts' rows of a turn in up to P parts of a fixed size
-        (`chunks.py`). The histogram, float32 [P + 1], is the number of turns on all devices that computed 0, 1, ... P
-        parts.
+        (`chunks.py`). Element i of the histogram, float32 [P + 1], is the number of turns on all devices that computed
+        i parts.
 
         Args:
           x: activations [b, T, D].
@@ -125,9 +125,10 @@ class Experts(nn.Module):
         return result, jnp.sum(seen, axis=0)
 
     def _stacks(self, plan: "_Plan") -> Stacks:
-        """Returns the stacks of matrices that `with_stacks` has added, by name, with this layer's index; {} if none.
+        """Returns the `Stack` of each matrix of the experts by name: its weights in all layers, and this layer's index.
 
-        A matrix that must be gathered before a product has no stack.
+        The result is {} if `with_stacks` has not added the stacks to the parameters. A matrix that must be gathered
+        before a product has no stack. `plan` states which matrices are gathered.
         """
         if not self.has_variable("params", PLACE):
             return {}
@@ -158,10 +159,10 @@ def _sums(
 ) -> LayerSums:
     """Returns the auxiliary loss of one layer's router, a float32 scalar, and the layer's metrics.
 
-    `balance_weight` has the meaning of `router_aux_loss_coef` in transformers: the weight of a balance loss that is a
-    mean over the layers with experts, and k (experts per token) for an even load (`load_balancing_loss_func`).
-    `routing.balance` is 1 for an even load, so it is multiplied by k. The z loss is a sum over layers. The metrics
-    `balance_loss` and `z_loss` are means over layers.
+    The option `balance_weight` has the meaning of `router_aux_loss_coef` in transformers, whose balance loss
+    (`load_balancing_loss_func`) is k (experts per token) for an even load. `routing.balance` is 1 for an even load, so
+    this function multiplies it by k. The auxiliary loss contains the mean of the balance losses over layers, and the
+    sum of the z losses over layers. The metrics `balance_loss` and `z_loss` are means over layers.
 
     Args:
       options: options of the decoder, with the weights of the losses.
@@ -169,8 +170,8 @@ def _sums(
       counts: float32 [b, experts], how many tokens of each sequence chose each expert.
       tokens: weights of targets, and which tokens are padding.
       layer: int32 scalar, the layer's index in the model.
-      seen: float32 [P + 1], the number of turns (groups of a device's tokens) on all devices that computed 0, 1, ... P
-        parts (fixed numbers of rows).
+      seen: float32 [P + 1]; element i is the number of turns (groups of a device's tokens) on all devices that computed
+        i parts (fixed numbers of rows).
     """
     balance, z, num_layers = routing.balance(to, counts, tokens), routing.z_loss(to, tokens), options.num_repeated
     row = jnp.zeros((num_layers, options.moe.num_experts), jnp.float32)
@@ -207,8 +208,9 @@ def with_moved_biases(rate: float, params: Params, metrics: Metrics) -> Params:
 def with_stacks(layers: Params, stack: Params, first: jax.Array) -> Params:
     """Returns the parameters of K layers, with the experts' matrices of all N layers of the stage added to each layer.
 
-    Each layer then has its matrices twice. Kernels read them in the added stack, without a copy. Gradients are
-    computed for the layer's separate matrices. See `Stages.with_stack`.
+    Each layer then has its matrices twice: as separate matrices, and within the added arrays. Kernels read the added
+    arrays. A kernel that got a layer's separate matrices would make XLA copy them from the stack first. Gradients are
+    computed for the separate matrices. See `Stages.with_stack`.
 
     Args:
       layers: parameters of K layers, each leaf [K, ...], in the compute dtypes.
@@ -274,11 +276,11 @@ class _Plan:
     def on_device(
         self, x: jax.Array, chosen: jax.Array, gates: jax.Array, matrices: Mapping[str, jax.Array], stacks: Stacks
     ) -> tuple[jax.Array, jax.Array]:
-        """Returns the results for one device's tokens, and the number of turns that computed 0, 1, ... P parts.
+        """Returns the results for one device's tokens, and how many turns computed i parts, for each i from 0 to P.
 
         The results are [b, T, D], or [b, T / m, D] if they are scattered over the m devices along `summed`. A turn is a
         group of tokens that are processed together; a part is a fixed number of the experts' rows. The numbers of turns
-        are float32 [1, P + 1].
+        are float32 [1, P + 1], with one element for each i.
 
         Args:
           x: activations of one device's tokens, [b, T, D].
@@ -303,7 +305,8 @@ class _Plan:
     ) -> tuple[jax.Array, jax.Array]:
         """Returns the results for one turn (n of one device's tokens), [n, D], and the number of computed parts.
 
-        A part is a fixed number of the experts' rows. The number of parts, 1 to P, is one-hot, float32 [P + 1].
+        A part is a fixed number of the experts' rows. The number of computed parts, 1 to P, is returned as a one-hot
+        vector, float32 [P + 1].
 
         Args:
           x: activations of the turn's tokens, [n, D].

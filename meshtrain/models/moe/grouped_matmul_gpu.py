@@ -1,7 +1,7 @@
 """Products of blocks of rows with their experts' weights on GPUs: Pallas kernels, compiled through Triton.
 
-A program of the kernels computes one tile of the result. Tiles that share rows are adjacent in the grid, so that rows
-are read from the L2 cache. A block without rows costs a tile of zeros.
+Each program of a kernel's grid computes one tile of the result. Tiles that share rows are adjacent in the grid, so that
+rows are read from the L2 cache. For a block without rows, a program only writes zeros.
 
 K: layers in a stack, E: experts of a layer, m: rows per block, R: rows of all blocks, D, F: dims of a weight.
 """

@@ -89,15 +89,15 @@ def route(
 
 
 def in_best_groups(ranked: jax.Array, num_groups: int, num_kept: int) -> jax.Array:
-    """Returns scores float32 [b, T, E], with minus infinity outside of each token's best groups of consecutive experts.
+    """Sets the scores of experts outside of each token's best groups to minus infinity; returns float32 [b, T, E].
 
-    The score of a group is the sum of its two best experts' scores (DeepSeek-AI 2024, DeepSeek-V3, section 2.1.2, where
-    groups are nodes).
+    Groups consist of consecutive experts. The score of a group is the sum of its two best experts' scores (DeepSeek-AI
+    2024, DeepSeek-V3, section 2.1.2, where groups are nodes).
 
     Args:
       ranked: scores of experts, float32 [b, T, E].
       num_groups: number of groups, a divisor of E.
-      num_kept: number of best groups for each token, whose scores are unchanged.
+      num_kept: number of best groups for each token; the scores of their experts are unchanged.
     """
     if num_kept == num_groups:
         return ranked

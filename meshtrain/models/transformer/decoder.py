@@ -178,12 +178,13 @@ class Layer(nn.Module):
         return self.placement.activation(x, ("batch", "residual_sequence", "embed"))
 
     def _stretch(self, is_global: jax.Array | None) -> jax.Array | float | None:
-        """Returns the YaRN factor of this layer's rotated queries and keys, a number or float32 scalar.
+        """Returns the YaRN factor of this layer's rotated queries and keys, a number or float32 scalar; None: 1.
 
-        None or 1 is no factor, as in layers with a window if their rotary base is `rope.local_base`.
+        If layers with a window have a separate rotary base (`rope.local_base`), only layers without a window have the
+        factor. For layers with a window, the result is then None or 1.
 
         Args:
-          is_global: bool scalar, whether this layer has no window; None: all layers are of the same kind.
+          is_global: bool scalar, whether this layer has no window; None: all layers have a window, or none has.
         """
         o = self.options
         if o.rope.stretch is None or not (o.window and o.rope.local_base):
@@ -195,7 +196,10 @@ class Watched(Layer):
     """A layer of the decoder that also returns the metric `largest_activation`, the largest magnitude of its output."""
 
     def __call__(self, x: jax.Array, layer: jax.Array, *given: Given) -> tuple[jax.Array, LayerSums]:
-        """Returns the output of `Layer`, and its auxiliary loss and metrics, with the metric `largest_activation`."""
+        """Returns the output of `Layer`, its auxiliary loss, and its metrics including `largest_activation`.
+
+        `given` are the further arguments of `Layer.__call__`.
+        """
         x, sums = super().__call__(x, layer, *given)
         loss, found = sums or (jnp.float32(0), {})
         return x, (loss, {**found, PEAK: peaks(x, layer, self.options.num_layers)})
@@ -270,7 +274,8 @@ def layer_stack(
       train: whether to apply dropout.
       remat: what the backward pass recomputes in each layer, one of the choices of `RematOptions.policy`.
       layer: class of a layer, with the fields and arguments of `Layer`.
-      num_given: number of arguments of a layer after its index; all layers get the same arguments.
+      num_given: number of arguments of a layer after `x` and its index. All layers get the same values of these
+        arguments.
       stacked_by: logical axis of the dim of weights that stacks the layers.
       unroll: whether to compile each layer separately instead of as a loop.
     """

@@ -13,7 +13,8 @@ dim, E: experts, k: experts per token.
               once more. Choices: (n - 1) b k numbers of 4 bytes in each gather and scatter: experts and gates are
               gathered, and the gates' cotangents scattered. Experts and gates are gathered once more unless
               `remat.policy` is none
-    rows      the rows of one part (`moe/chunks.py`): 1.25 b k and some padding
+    rows      number of rows (a row: one token's activations for one expert) in one part (`moe/chunks.py`): 1.25 b k and
+              some padding
 """
 
 import dataclasses
@@ -138,11 +139,11 @@ def _token_bytes(
 
 
 def _shares(options: DecoderOptions, mesh_shape: Mapping[str, int], units: float) -> dict[str, float]:
-    """Returns the amounts of work that depend on data, by name scope, for an even load of experts; see `Cost.shares`.
+    """Returns the expected share of executed work by name scope, for an even load of experts; see `Cost.shares`.
 
-    If only some layers have a window: the share of layers without a window. With experts: the share of blocks that have
-    rows, the share of the tokens' chosen experts that are on the device, and 0 iterations of the loop over further
-    parts (`moe/chunks.py`).
+    If only some layers have a window, an entry states the share of layers without a window. With experts there are
+    three entries: the share of blocks that have rows, the share of the tokens' chosen experts that are on the device,
+    and the number of iterations of the loop over further parts (`moe/chunks.py`), which is 0.
     """
     result = {LOCAL_OR_GLOBAL: options.num_global / options.num_layers} if options.alternates else {}
     if options.moe.num_experts:
@@ -156,10 +157,10 @@ def _shares(options: DecoderOptions, mesh_shape: Mapping[str, int], units: float
 
 
 def _parts(options: DecoderOptions, mesh_shape: Mapping[str, int], units: float) -> tuple[Parts, int, int, int]:
-    """Returns how a device splits the rows of its experts, see `moe/chunks.py`.
+    """Returns the split of the rows of a device's experts into parts, and the numbers on which it depends.
 
     The result is (split of a turn's rows into parts, number of turns, number of experts on the device, number of tokens
-    in a turn on all devices that share the experts).
+    in a turn on all devices that share the experts); see `moe/chunks.py`.
     """
     num_here, sharing = options.moe.num_experts // num_parts(expert_axes(), mesh_shape), mesh_shape[EXPERT]
     num_turns = chunks.num_turns(int(units), sharing, options.moe.experts_per_token, options.moe.num_experts)
@@ -177,7 +178,7 @@ def kernels(
     mesh_shape: Mapping[str, int],
     units: float,
 ) -> tuple[Kernel, ...]:
-    """Returns the implementation of attention in training, and of the experts' products if there are experts.
+    """Returns a `Kernel` that describes attention in training, and with experts a `Kernel` for their products.
 
     Args:
       options: options of the decoder.
