@@ -29,9 +29,10 @@ class Facts(NamedTuple):
     """Facts about the matches of a regular expression in a text with character x directly before character y.
 
     Attributes:
-      joins: whether a match may contain x directly before y, or depends on the character after x.
+      joins: whether a match may contain x directly before y, or whether a match depends on the character after x.
       matches_y: whether the single character y is a match, with any text after it.
-      meets: whether some part of the expression matches x or y.
+      meets: whether some part of the expression, such as a character class, matches x or y. If false, no match starts
+        or ends between x and y.
     """
 
     joins: bool
@@ -66,11 +67,14 @@ _NOTHING = _Node(True, True, False, False, False, False, False)
 
 @functools.cache
 def _parse(pattern: str) -> tuple[Any, tuple[str, ...]]:
-    """Parses a regular expression with Unicode properties, such as category L, which Python's parser does not know.
+    """Parses a regular expression that may contain Unicode properties, such as the category L (letters).
+
+    Python's parser does not know properties. So each property is replaced by a character of the private use area, the
+    first property by the first such character, and so on.
 
     Returns:
-      Python's parse tree, in which a private character replaces each property, and the properties in this order: `L`,
-      or `^L` for a negated property.
+      (parse tree of Python's parser, names of the replaced properties in order). A name is `L` for the category L, and
+      `^L` for all characters outside of this category.
 
     Raises:
       Unknown: the expression uses syntax that this module does not support.
@@ -170,7 +174,7 @@ def _matches(part: Any, one: str, properties: Sequence[str], ignores_case: bool)
     Args:
       part: a part of Python's parse tree that matches a single character.
       one: the character.
-      properties: the Unicode properties that private characters in the parse tree replace, from `_parse`.
+      properties: the names of the Unicode properties in the expression, returned by `_parse`.
       ignores_case: whether the match ignores case.
     """
     kind, value = part

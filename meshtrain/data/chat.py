@@ -46,7 +46,7 @@ class Written(NamedTuple):
 
 
 def read_lines(path: Place, problems: Problems) -> list[Line]:
-    """Parses the lines of a file; empty lines are skipped.
+    """Parses the lines of a file, and returns them without empty lines and invalid lines.
 
     Args:
       path: a .jsonl or .parquet file, perhaps compressed.
@@ -362,7 +362,7 @@ def summary(fitted: Sequence[Fitted]) -> str:
 
 
 def losses(fitted: Sequence[Fitted]) -> str:
-    """Returns a text with the numbers of truncated and dropped lines, summed over splits or files."""
+    """Returns a text with the numbers of truncated and dropped lines, summed over the splits or files."""
     truncated, dropped = sum(one.num_truncated for one in fitted), sum(one.num_dropped for one in fitted)
     return f"{truncated:,} lines truncated, {dropped:,} dropped without a token of an answer"
 

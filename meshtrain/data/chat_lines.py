@@ -72,7 +72,7 @@ def fields_of(row: bytes | JsonObject, allowed: str) -> JsonObject:
       allowed: the allowed form of a line, as text for the error.
 
     Raises:
-      UserError: the row is not a JSON object. The error has no key; the caller adds file and line.
+      UserError: the row is not a JSON object. The error does not name the file and the line; the caller adds them.
     """
     try:
         fields = read_json(row) if isinstance(row, bytes) else row
@@ -93,7 +93,7 @@ def line_of(row: bytes | JsonObject, where: str) -> Line:
       where: the file and the line number, stored in the result.
 
     Raises:
-      UserError: the row has no known form. The error has no key; the caller adds file and line.
+      UserError: the row has no known form. The error does not name the file and the line; the caller adds them.
     """
     fields = fields_of(row, ALLOWED)
     _refuse_ratings(fields)
@@ -124,7 +124,7 @@ def _turns(fields: JsonObject) -> tuple[Json, int]:
     The number is 0 if every answer of the conversation may be trained on.
 
     Raises:
-      UserError: the row has no known form. The error has no key; the caller adds file and line.
+      UserError: the row has no known form. The error does not name the file and the line; the caller adds them.
     """
     if set(PAIR) <= fields.keys() and MESSAGES not in fields:
         prompt, completion = (fields[name] for name in PAIR)
@@ -227,8 +227,8 @@ def messages_of(given: Json) -> tuple[Sequence[Message], Sequence[bool]]:
       given: the value of the row's field `messages`.
 
     Raises:
-      UserError: `given` is no list of messages, or a field would have no effect. The error has no key; the caller adds
-        file and line.
+      UserError: `given` is no list of messages, or a field would have no effect. The error does not name the file and
+        the line; the caller adds them.
     """
     if not isinstance(given, list) or not given:
         raise UserError(
@@ -299,7 +299,7 @@ def _text_of_part(part: Json) -> str:
     """Returns the text of one part of a message's content.
 
     Raises:
-      UserError: the part is no text. The error has no key; the caller adds file and line.
+      UserError: the part is no text. The error does not name the file and the line; the caller adds them.
     """
     kind = part.get("type") if isinstance(part, dict) else part
     if not isinstance(part, dict) or kind != "text":

@@ -94,7 +94,7 @@ def tokenizer_for(options: DataOptions, vocab_size: int) -> Tokenizer:
 
 
 def vocabulary_of(options: DataOptions) -> int:
-    """Returns the vocabulary size of a data source; for synthetic data the default, 257, as for bytes.
+    """Returns the vocabulary size of a data source; for synthetic data 257, the vocabulary size of the byte tokenizer.
 
     Raises:
       UserError: the tokenizer or the description of the token files is missing or invalid.

@@ -233,7 +233,7 @@ def example_problems(
 
 
 def _furthest(array: np.ndarray) -> int:
-    """Returns the smallest element of an integer array if it is negative, otherwise the largest element."""
+    """Returns the element of an integer array to compare with its bounds: the minimum if negative, else the maximum."""
     least = int(array.min())
     return least if least < 0 else int(array.max())
 

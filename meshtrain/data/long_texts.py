@@ -29,12 +29,12 @@ _JAMO = range(0x1160, 0x1200)  # Korean letters that compose with the preceding 
 
 
 class _Place(NamedTuple):
-    """A place in a text, and the effects of the tokenizer's steps so far on this place.
+    """A place between two adjacent characters of a text, as changed by the tokenizer's steps so far.
 
     Attributes:
       left: the character before the place, as transformed by the steps.
       right: the character after the place, as transformed by the steps.
-      is_split: whether a pre-tokenizer step ends a word at the place.
+      is_split: whether one of the pre-tokenizer steps ended a word at the place.
       prepended: the text that the normalizer prepends to each text.
     """
 
@@ -79,7 +79,7 @@ class Cuts:
     """
 
     def __init__(self, description: JsonObject, normalize: Callable[[str], str]) -> None:
-        """Stores the description; results for pairs of characters are computed on demand."""
+        """Stores the arguments; whether a place is safe is computed later, once for each pair of characters."""
         self._description, self._normalize = description, normalize
         self._skips = dict[str, int | None]()  # pair of characters -> the result of `_count_skipped`
         self._vocabulary_pairs: frozenset[str] | None = None
@@ -141,9 +141,10 @@ class Cuts:
         return False
 
     def _count_skipped(self, left: str, right: str) -> int | None:
-        """Returns how many characters the next piece omits after a safe place: 0 or 1; None if the place is unsafe.
+        """Returns the number of characters to omit after a safe place: 0 or 1; None if the place is unsafe.
 
-        The piece omits a blank if the normalizer prepends a blank to each text, and so to the piece.
+        It is 1 for a blank after the place if the normalizer prepends a blank to each text. The next piece starts at
+        the place without this blank, and the normalizer prepends it again.
 
         Args:
           left: the character before the place.
@@ -202,7 +203,7 @@ def _steps(step: Json, names: str) -> Iterable[JsonObject]:
 
 
 def _normalize(step: JsonObject, place: _Place) -> _Place:
-    """Applies a step of the normalizer to the characters around a place.
+    """Returns the place after one step of the normalizer: its two characters as the step transforms them.
 
     Args:
       step: the step's entry in the tokenizer.json.
@@ -249,7 +250,9 @@ def _single(text: str) -> str:
 
 
 def _pre_tokenized(step: JsonObject, place: _Place) -> _Place:
-    """Applies a step of the pre-tokenizer to a place: updates its characters, and whether a word ends there.
+    """Returns the place after one step of the pre-tokenizer, which may transform its characters and end a word there.
+
+    In the result, `is_split` is true if this step or a previous step ends a word at the place.
 
     Args:
       step: the step's entry in the tokenizer.json.
@@ -295,7 +298,7 @@ def _pre_tokenized(step: JsonObject, place: _Place) -> _Place:
 
 
 def _at_blank(step: JsonObject, place: _Place) -> _Place:
-    """Applies the step Metaspace to a place: it replaces blanks by `▁`, and starts a new word at each `▁`.
+    """Returns the place after the step Metaspace, which replaces blanks by `▁` and may end a word before each `▁`.
 
     Raises:
       _Unsafe: the step would prepend `▁` to a piece that starts at the place.
@@ -308,15 +311,16 @@ def _at_blank(step: JsonObject, place: _Place) -> _Place:
 
 
 def _split_at_matches(pattern: str, behavior: str, place: _Place) -> _Place:
-    """Applies to a place a step that splits the text at the matches of a regular expression.
+    """Returns the place after a step that splits the text into words at the matches of a regular expression.
 
     Args:
       pattern: the regular expression.
-      behavior: the step's treatment of matches: `Isolated`, `Removed`, or another value of a tokenizer.json.
+      behavior: whether each match becomes a separate word (`Isolated`), is removed (`Removed`), or another value of a
+        tokenizer.json, which is not supported.
       place: the place after the previous steps.
 
     Raises:
-      _Unsafe: a match may contain the characters on both sides of the place.
+      _Unsafe: a match may contain the characters on both sides of the place, or `behavior` is not supported.
     """
     found = adjacent.facts(pattern, place.left, place.right)
     if not found.meets:

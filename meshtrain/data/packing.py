@@ -37,7 +37,7 @@ class Examples(Protocol):
 
 
 class Ids(Protocol):
-    """A 1-D array of token ids, or a range of a token file, which `np.asarray` reads."""
+    """A 1-D array of token ids, or an object for a range of a token file, which `np.asarray` converts to an array."""
 
     def __len__(self) -> int: ...
 
@@ -119,7 +119,10 @@ class TokenStream:
         return np.concatenate(ends)
 
     def pairs(self, stop: int) -> TokenPairs:
-        """Yields (tokens, next tokens) in chunks, for positions 0 .. stop - 1, without tokens that end a document."""
+        """Yields (tokens, next tokens) in chunks, for positions 0 .. stop - 1.
+
+        Positions of tokens that end a document are left out.
+        """
         for start in range(0, stop, _CHUNK_TOKENS):
             chunk = self.read(start, min(start + _CHUNK_TOKENS, stop) + 1)
             inside = ~self.ends_documents(start, chunk[:-1])

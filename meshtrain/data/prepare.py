@@ -220,11 +220,11 @@ def _output_problems(targets: Sequence[Path], read: Set[object], overwrite: bool
 
 
 def _folder_problems(output: str, folder: Path, overwrite: bool) -> list[Problem]:
-    """Returns an error line if `folder` cannot become the folder of the token files; it may exist or be missing.
+    """Returns an error line if `folder` is no folder but exists, or if it does not exist and cannot be created.
 
     Args:
       output: the value of --output, for the error.
-      folder: the path of the folder.
+      folder: the path of the folder for token files.
       overwrite: whether existing files are replaced.
     """
     if (what := what_is_at(folder)) == "nothing there":
@@ -311,7 +311,10 @@ def prepare(
 
 
 def _restore_copy(path: Path, content: bytes) -> None:
-    """Writes the copy of the tokenizer.json again if it is missing or differs, in a folder of complete token files."""
+    """Writes the tokenizer.json `content` to `path` if the file there is missing or differs; b"" writes nothing.
+
+    For a folder whose token files are already complete, so that no other function writes this copy.
+    """
     if content and (what_is_at(path) != "a file" or path.read_bytes() != content):
         write_whole(path, content)
 

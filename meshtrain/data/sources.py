@@ -175,11 +175,12 @@ def source_of(path: str) -> str:
 
 
 def unread(options: DataOptions, inputs: Container[str], source_of: Callable[[str], str] = source_of) -> list[Problem]:
-    """Returns an error line for each option with files that the user has set but the data source would not read.
+    """Returns an error line for each option that names files which the data source would not read.
 
     Args:
       options: the options of the source.
-      inputs: the names among `path`, `validation_path`, `tokenizer` and `chat_template` that the source reads.
+      inputs: the options, of `path`, `validation_path`, `tokenizer` and `chat_template`, that the source reads. Each
+        other option must have its default.
       source_of: path of a file -> name of the data source that reads it, for the error lines.
     """
     problems, got = [], f"with data.source={options.source}"
@@ -298,9 +299,10 @@ def check_files(options: DataOptions, like: str = "") -> list[Place]:
 
 
 def _text_of(path: Path) -> list[tuple[str | int, ...]]:
-    """Returns the identity of the text from which a token file was prepared; [] if it is not recorded.
+    """Returns the identity of the file of text from which the token file `path` was prepared.
 
-    The identity is (path, size in bytes, version, field) of the file of text.
+    The result is [(path, size in bytes, version, field of the documents)] of the file of text; [] if it is not
+    recorded.
     """
     described = read_sidecar(path)
     text = (described.source, described.source_bytes, described.source_version, described.text_field)

@@ -67,10 +67,10 @@ def standard_library() -> list[tuple[str, str]]:
 
 
 def share(key: str) -> float:
-    """Returns a hash of a document's key as a number in [0, 1), which determines the split of the document.
+    """Returns a number in [0, 1) that is a hash of a document's key and determines the split of the document.
 
-    Documents with a number below `validation_fraction` are used for validation. The prefix `validation` was chosen so
-    that no single large file of the standard library fills the validation split.
+    Documents with a number below `validation_fraction` are used for validation. The hashed text is `validation ` + key.
+    This prefix was chosen so that no single large file of the standard library fills the validation split.
     """
     return int.from_bytes(hashlib.sha256(f"validation {key}".encode()).digest()[:8]) / 2**64
 
@@ -97,7 +97,7 @@ def split_by_hash(items: Sequence[_T], keys: Sequence[str], validation_fraction:
 
 
 def _beside(path: Path) -> str:
-    """Returns the suggestion at the end of an error about a missing file: a file with a similar name, or a folder.
+    """Returns a suggestion for an error about the missing file `path`: a file with a similar name, or else a folder.
 
     The folder is the nearest existing folder above `path`.
     """
@@ -247,7 +247,7 @@ def _has_zeros(path: Place) -> bool:
 
 @contextlib.contextmanager
 def open_documents(path: Place) -> Iterator[tuple[BinaryIO, BinaryIO]]:
-    """Opens a file of documents; a read error in the block is converted to a UserError of one line.
+    """Opens a file of documents in a `with` statement; converts read errors inside the statement to UserError.
 
     Yields:
       The file's content, decompressed if its name ends in .gz or .zst, and the underlying file, whose position is the

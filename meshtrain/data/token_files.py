@@ -108,10 +108,10 @@ def read_sidecar(path: Path) -> TokenFile:
 
 
 def _malformed(fault: str) -> Problem:
-    """Returns the problem for a token file, description or tokenizer.json that differs from the output of `prepare`.
+    """Returns the error line for a token file, description or tokenizer.json that `prepare` cannot have written.
 
     Args:
-      fault: the error, as text.
+      fault: the error in the file, as text; it is the first part of the error line.
     """
     return Problem("data.path", fault=fault, allowed=_WRITTEN, nearest=_AGAIN)
 

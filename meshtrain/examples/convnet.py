@@ -125,7 +125,7 @@ def convnet(
     parameters are the weights of `ConvNet`, under the names of its modules.
 
     Args:
-      options: options of the network, checked already.
+      options: options of the network, for which `_check` returns no error line.
       batch_size: B, images in a global batch.
       dtype: dtype of convolutions and matmuls; norms, the softmax and the loss are in float32.
       placement: determines the shardings of weights and activations; None for a single device.
@@ -193,7 +193,8 @@ def flops_per_image(options: ConvnetOptions) -> float:
     """Returns the model FLOPs of one image's forward and backward pass: 2 for each multiplication by a weight.
 
     The backward pass has twice the FLOPs of the forward pass, except for the first convolution, whose input needs no
-    gradient. A kernel of 3 x 3 at each of H x W pixels overlaps the image at (3 H - 2) (3 W - 2) positions.
+    gradient. A convolution of 3 x 3 multiplies each weight (3 H - 2) (3 W - 2) / 9 times on average for H x W pixels,
+    because multiplications of the padding around the image are not counted.
     """
     filters, hidden = options.filters, options.hidden
     places = (WINDOW * options.height - 2) * (WINDOW * options.width - 2)

@@ -96,7 +96,11 @@ def open_images(options: ImageOptions, asked: DataRequest) -> Dataset:
 
 
 def open_each(options: ImageOptions, asked: DataRequest) -> dict[str, Images]:
-    """Returns the examples of each IDX file of `data.path`, by path, without a validation split.
+    """Returns {path: the examples of this IDX file} for the files of `data.path`, without a validation split.
+
+    Args:
+      options: data options with the source `idx`.
+      asked: the data request, with the task's batch and the number of classes.
 
     Raises:
       UserError: has one line for each missing or invalid file, for images whose size is not the task's, and for labels
@@ -118,7 +122,7 @@ def _files(paths: str, key: str) -> list[Path]:
 
 
 def _problems(key: str, pair: tuple[np.ndarray, np.ndarray], asked: DataRequest) -> list[Problem]:
-    """Returns an error line if images do not have the task's size, and an error line if labels exceed its classes.
+    """Returns up to two error lines: images do not have the task's size, and labels exceed the task's classes.
 
     Args:
       key: name of the option that contains the paths, for error lines.

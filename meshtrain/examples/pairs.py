@@ -137,13 +137,13 @@ def _too_long(lengths: np.ndarray, capacities: tuple[int, int]) -> list[Problem]
 
 
 def rows_in_order(lengths: np.ndarray, capacities: Sequence[int]) -> np.ndarray:
-    """Packs P pieces into R rows without changing their order; a row ends when the next piece does not fit (next fit).
+    """Packs P pieces (such as pairs) into R rows in order; a row ends when the next piece does not fit (next fit).
 
     Returns the index of the first piece of each row, and P as the last element: int64 [R + 1].
 
     Args:
       lengths: int [P, K], the K sizes of each piece (such as source and target tokens), each from 1 to its capacity.
-      capacities: K maximum sums of sizes in a row.
+      capacities: for each of the K sizes, its maximum sum over the pieces of a row.
     """
     assert np.all(lengths <= np.asarray(capacities)), "a piece does not fit into a row"
     totals = np.concatenate([np.zeros((1, len(capacities)), np.int64), np.cumsum(lengths, axis=0)])

@@ -1,8 +1,9 @@
 """Data source of preferences: prompts with a chosen and a rejected answer, from files or generated.
 
-A line of a file is a JSON object with the fields `prompt`, `chosen` and `rejected`. Two forms are allowed: `chosen` and
-`rejected` are texts that continue the text `prompt`, or lists of messages, preceded by the messages of `prompt` if it
-is also a list. In lists of messages, only the last answer is trained. Generated pairs ask for sorted digits.
+A line of a file is a JSON object with the fields `prompt`, `chosen` and `rejected`. Two forms are allowed. In the
+first, all three fields are texts, and `chosen` and `rejected` continue the text `prompt`. In the second, `chosen` and
+`rejected` are lists of messages; if `prompt` is also a list, its messages precede both. In lists of messages, only the
+last answer is trained. Without files, pairs are generated: each prompt asks for sorted digits.
 """
 
 import dataclasses
@@ -87,8 +88,8 @@ def _pair(fields: JsonObject, where: str) -> Pair:
       where: file and line, for error lines.
 
     Raises:
-      UserError: the line does not have one of the two forms in the module's docstring. The error has no key; the caller
-        adds file and line.
+      UserError: the line does not have one of the two forms in the module's docstring. The error does not name the file
+        and the line; the caller adds them.
     """
     if missing := [name for name in ANSWERS if name not in fields]:
         fix = nearest(missing[0], fields)
@@ -191,7 +192,10 @@ def open_pairs(options: DataOptions, asked: DataRequest) -> Dataset:
 
 
 def open_each(options: DataOptions, asked: DataRequest) -> dict[str, Examples]:
-    """Returns the examples of each file of `data.path`, by path, without a validation split; see `open_pairs`."""
+    """Returns {path: the examples of this file} for the files of `data.path`, without a validation split.
+
+    The examples and errors are described in `open_pairs`.
+    """
     whole = functools.partial(dataclasses.replace, options, validation_fraction=0.0)
     return {str(path): open_pairs(whole(path=str(path)), asked).train for path in check_files(options, like="chat")}
 

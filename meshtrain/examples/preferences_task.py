@@ -49,7 +49,8 @@ class PreferenceOptions(DecoderOptions):
 def policy_of(group: Params) -> Params:
     """Returns the weights of the trained model (policy) in a group: all weights except the frozen copy.
 
-    A group is a top-level entry of the parameters, such as `layers`. Base weights below adapters are included.
+    A group is a top-level entry of the parameters, such as `layers`. With adapters, the result has the adapters and the
+    weights to which they are added.
     """
     return {name: part for name, part in group.items() if name != FROZEN}
 
@@ -102,10 +103,11 @@ class Preferences:
     def repeated(
         self, layers: Params, both: Activations, batch: Batch, rng: jax.Array, start: jax.Array | int, train: bool
     ) -> tuple[Activations, LayerSums]:
-        """Returns the activations of policy and reference after K layers, and the loss sums of the policy's layers.
+        """Returns both models' activations after K layers, and the policy's auxiliary losses and metrics.
 
-        In the loss sums, each pair has the weight 1, whatever its number of targets. `both` are the activations of
-        policy and reference that enter the first of the K layers; `Stages.repeated` describes the other arguments.
+        In the losses and metrics, each pair has the weight 1, whatever its number of targets. `both` are the
+        activations of policy and reference that enter the first of the K layers; `Stages.repeated` describes the other
+        arguments.
         """
         num_targets = jnp.sum(batch["weights"], axis=1, keepdims=True)
         of_pairs = {**batch, "weights": batch["weights"] / jnp.maximum(num_targets, 1.0)}

@@ -287,5 +287,8 @@ def side_keys(keys: jax.Array, side: str) -> jax.Array:
 
 
 def params_of(params: Params, name: str) -> dict[str, Params]:
-    """Returns the Linen variables of a module for `apply`: its parameters `params[name]`, or {} if there are none."""
+    """Returns the variables with which `apply` runs the module `name`: {"params": params[name]}.
+
+    The result is {} if the module has no parameters.
+    """
     return {"params": params[name]} if name in params else {}

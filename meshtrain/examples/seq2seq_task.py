@@ -419,7 +419,7 @@ def init(options: Seq2SeqOptions, source_length: int, target_length: int, rng: j
 
 
 def _params_of(name: str, variables: Mapping[str, Params]) -> dict[str, Params]:
-    """Returns {name: parameters} from the variables of a module, or {} for a module without parameters."""
+    """Returns {name: parameters} for a module's variables, which its `init` returned; {} if it has no parameters."""
     return {name: variables["params"]} if variables else {}
 
 
@@ -468,7 +468,7 @@ def causal_flops_per_token(options: Seq2SeqOptions, target_length: int) -> float
 
 
 def exact_match(logits: jax.Array, batch: Batch) -> Ratio:
-    """Returns the ratio (number of pairs whose most probable tokens are all correct, number of pairs).
+    """Returns a `Ratio`: the number of pairs whose most probable tokens are all correct, and the number of all pairs.
 
     The first number equals the number of pairs that greedy decoding solves: as long as all previous tokens are correct,
     greedy decoding computes the same logits.
@@ -506,7 +506,7 @@ def _make(config: Config, placement: Placement) -> Task:
 
 
 def _check(config: Config, mesh_shape: Mapping[str, int]) -> list[Problem]:
-    """Returns an error line for each conflict between an encoder-decoder's options, or with the data or the mesh.
+    """Returns an error line for each conflict of the options with each other, with the data or with the mesh.
 
     Args:
       config: configuration with `Seq2SeqOptions` as its model; each field is within its bounds.

@@ -148,7 +148,7 @@ def answers(
 
 
 def room_left(decode: Decode, longest_prompt: int) -> int:
-    """Returns the number of tokens that can be generated after a prompt: 0 if it is too long, -1 if unlimited.
+    """Returns how many tokens the model can generate after a prompt: 0 if the prompt is too long, -1 if unlimited.
 
     Args:
       decode: the task's functions for generation, with the limits of the model.
@@ -160,7 +160,7 @@ def room_left(decode: Decode, longest_prompt: int) -> int:
 
 
 def num_trained_left(decode: Decode, longest_prompt: int) -> int:
-    """Returns the number of tokens that fit after a prompt within the length of a training sequence; -1 if unknown.
+    """Returns how many tokens can follow a prompt before both exceed the length of a training sequence; -1 if unknown.
 
     0 means that the prompt already has this length, or is longer.
 
@@ -196,7 +196,10 @@ def _num_left(positions: int, continues: bool, longest_prompt: int) -> int:
 
 
 class Shown:
-    """Writes several texts while they are generated, one after the other: each after all previous texts have ended."""
+    """Prints the texts of a batch in order while they are generated.
+
+    Each text is printed as it grows, but not before all previous texts have ended.
+    """
 
     def __init__(self, write: Callable[[str], object], heads: Sequence[str]) -> None:
         """Creates the writer; nothing is written yet.

@@ -83,7 +83,7 @@ def from_file(path: str, problems: Problems, *, chat: bool = False, key: str = "
 
 
 def _of_line(line: bytes, where: str, chat: bool) -> Prompt:
-    """Parses a line of a file of prompts.
+    """Parses a line of a file of prompts; returns the `Prompt`.
 
     Args:
       line: a JSON object in UTF-8.
@@ -91,7 +91,8 @@ def _of_line(line: bytes, where: str, chat: bool) -> Prompt:
       chat: whether the line may have `messages` instead of `prompt`.
 
     Raises:
-      UserError: the line is not such a JSON object. The error has no key; the caller adds file and line.
+      UserError: the line is no JSON object, or lacks a valid `prompt` or `messages`. The error does not name the file
+        and the line; the caller adds them.
     """
     wanted = "a JSON object with 'prompt', a text that is not empty"
     try:

@@ -18,8 +18,8 @@ class Sampling:
     Attributes:
       temperature: divisor of the logits. Below 1e-6 decoding is greedy: the most probable token is chosen.
       top_k: number of most probable tokens among which one is sampled; 0: all tokens.
-      top_p: sum of probabilities. One of the most probable tokens is sampled, as few as have at least this sum (nucleus
-        sampling, Holtzman et al. 2020); 1: all tokens.
+      top_p: probability, above 0 up to 1. A token is sampled from the smallest set of most probable tokens whose
+        probabilities sum to at least `top_p` (nucleus sampling, Holtzman et al. 2020); 1: all tokens.
     """
 
     temperature: float = 0.0

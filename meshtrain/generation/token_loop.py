@@ -135,14 +135,14 @@ class Generator:
                 index = min(index + CALL_TOKENS, num_tokens)
 
     def _num_rows(self, num_requests: int, prompt_length: int, num_steps: int) -> int:
-        """Returns R, the rows of a batch: all requests if possible, at most 64 rows and 2 GiB of cache per device.
+        """Returns R, the rows of a batch: one per request, but at most 64 rows, and at most 2 GiB of cache per device.
 
         R is a multiple of the batch's shards, and at least one row per shard.
 
         Args:
           num_requests: number of texts to generate.
-          prompt_length: P.
-          num_steps: maximum number of generated tokens, after padding.
+          prompt_length: P, the length of the padded prompts.
+          num_steps: maximum number of generated tokens, rounded up by `round_length`.
         """
         shards = num_parts(self.rules.activations["batch"], self.mesh.shape)
         num_bytes = 0
@@ -158,7 +158,7 @@ class Generator:
         Args:
           take: the caller's function, see `draw`.
           request: the index of the row's request.
-          drawn: int32 [tokens], the ids of the new tokens; NOTHING after the row is done.
+          drawn: int32 [tokens], the ids of the new tokens; after the row is done, each element is NOTHING (-1).
           is_last: whether the maximum number of tokens is reached.
         """
         tokens = [int(token) for token in drawn if token != NOTHING]
@@ -172,7 +172,7 @@ class Generator:
         Args:
           sampling: temperature, top-k and top-p.
           num_rows, prompt_length: R and P, the shape of the padded prompts.
-          num_steps: maximum number of generated tokens, after padding.
+          num_steps: maximum number of generated tokens, rounded up by `round_length`.
         """
         decode, end_ids = self.decode, np.asarray(self.end_ids, np.int32)
         entries = decode.cache(num_rows, prompt_length, num_steps)

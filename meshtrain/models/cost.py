@@ -3,9 +3,9 @@
 b: units (tokens) of a microbatch on a device, D: width, L: layers of a device's stage, a: bytes of an element, n:
 devices along the tensor axis, A = b D a: bytes of the residual stream.
 
-    tensor    bytes that a device sends along the tensor axis. An all-reduce of activations sends 2 (n - 1) / n A. Forward
-              and backward pass need 4 all-reduces per layer, one for the look-up and one for the head. In addition, the
-              backward pass repeats a part of the forward pass's communication (Korthikanti et al. 2022). Without
+    tensor    bytes that a device sends along the tensor axis. An all-reduce of activations sends 2 (n - 1) / n A. There
+              are 4 all-reduces per layer in both passes, one for the look-up and one for the head. The
+              backward pass also repeats a part of the forward pass's communication (Korthikanti et al. 2022). Without
               sequence parallelism it repeats one all-reduce per layer, the sum after attention, if remat.policy is
               save_attention, full or offload. With sequence parallelism each all-reduce is a reduce-scatter and an
               all-gather, which send half of its bytes each. Then the backward pass repeats the two gathers after norms

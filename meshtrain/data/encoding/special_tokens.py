@@ -60,10 +60,12 @@ class SpecialTokens:
         )
 
     def literal(self, value: Json) -> Json:
-        """Returns a copy of messages with `LITERAL` inserted into each special token, so that the token is not matched.
+        """Returns a copy of `value` with the character `LITERAL` inserted into the text of each special token.
+
+        A tokenizer then does not recognize these texts as special tokens.
 
         Args:
-          value: a text, or a nested list or object of texts.
+          value: a text, or a nested list or object of texts, such as messages.
         """
         if isinstance(value, dict):
             return {name: self.literal(inner) for name, inner in value.items()}
@@ -76,7 +78,9 @@ class SpecialTokens:
     def through_template(
         self, write: Callable[[Sequence[Message]], tuple[str, Spans]], messages: Sequence[Message]
     ) -> tuple[str, Spans]:
-        """Formats messages with a template, without special tokens from the messages if `as_text`.
+        """Formats messages with a chat template; if `as_text`, special tokens can come only from the template.
+
+        If `as_text`, a special token's text in a message becomes plain text.
 
         Args:
           write: a function that applies the template: messages -> text and spans, such as the positions of answers.
@@ -88,10 +92,10 @@ class SpecialTokens:
         return self.insert_marks(*write(self.literal(messages))) if self.as_text else write(messages)
 
     def insert_marks(self, text: str, spans: Spans = ()) -> tuple[str, Spans]:
-        """Inserts `MARK` before each special token that a template wrote, and removes `LITERAL`.
+        """Inserts `MARK` before each special token that a template wrote, and removes the characters `LITERAL`.
 
         Args:
-          text: the text that the template wrote for messages with `LITERAL`.
+          text: the output of the template, for messages into which `literal` has inserted `LITERAL`.
           spans: (start, stop) in characters of `text`.
 
         Returns:
@@ -140,9 +144,10 @@ def mark_tokenizer(loaded: "tokenizers.Tokenizer", special: Mapping[str, int]) -
 
 
 def _hide(model: JsonObject, special: Mapping[str, int]) -> None:
-    """Renames special tokens in a model's vocabulary to `MARK` + text, in place; some models would match their text.
+    """Renames special tokens in the vocabulary of a tokenizer's model to `MARK` + text, in place.
 
-    In a BPE model, a special token that a merge needs is not renamed.
+    Otherwise some models would encode a special token's text in a document as this token. In a BPE model, a special
+    token that is a piece of a merge is not renamed.
 
     Args:
       model: the entry `model` of a tokenizer.json.

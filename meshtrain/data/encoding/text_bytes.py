@@ -61,9 +61,9 @@ def _decoders(decoder: Json) -> set[str]:
 
 
 def _anchor(loaded: "tokenizers.Tokenizer", vocab: Mapping[str, int]) -> tuple[list[int], int]:
-    """Returns a list with the id of one token, and the number of bytes of this token's text.
+    """Returns [id] of one token of `vocab`, and the number of bytes of its text; ([], 0) if `vocab` is empty.
 
-    Other ids are decoded after this token, to measure the text that they add. The list is empty if `vocab` is empty.
+    Other ids are decoded after this token, to measure the text that they add.
 
     Args:
       loaded: a `tokenizers.Tokenizer`.
