@@ -106,17 +106,20 @@ class Problem(str):
         fix: str = "",
         depends_on: Iterable[str] = (),
     ) -> "Problem":
-        """Creates the line from its parts.
+        """Creates the error line `KEY: got GOT; allowed CONDITION: ALLOWED; nearest: NEAREST` from its parts.
+
+        A part that is not given is left out of the line.
 
         Args:
           key: the wrong option, path or argument; None if only the caller knows it.
           got: the given value.
-          fault: the error in other words, instead of `got`.
+          fault: words that replace `got GOT` in the line; '' for none.
           allowed: the allowed values.
-          condition: the condition under which these values are allowed, printed between `allowed` and the colon.
+          condition: the condition under which these values are allowed, such as `with data.source=idx`.
           nearest: the nearest allowed value.
-          fix: a complete ending that replaces `nearest` unless it is '': the result of the function `nearest`.
-          depends_on: other options that led to the problem.
+          fix: the result of the function `nearest`, such as `; did you mean 'x'?`, which replaces `; nearest: NEAREST`
+            in the line; '' for none.
+          depends_on: other options that led to the problem; they are not in the line.
         """
         fault = f"{fault}" or f"got {got}"
         fix = fix or (f"; nearest: {nearest}" if f"{nearest}" else "")
@@ -148,7 +151,7 @@ class Problem(str):
         return cls(key, fault=fault, depends_on=_OPTION.findall(fault)) if colon else cls(None, fault=line)
 
     def with_parts(self, **parts: Any) -> "Problem":
-        """Returns a copy in which the given arguments of the constructor are replaced, as in `dataclasses.replace`.
+        """Returns a copy of the problem that is created with other values for some arguments of the constructor.
 
         >>> print(Problem("a", got=1, allowed=2, fix="; did you mean 2?").with_parts(key="b", nearest=3))
         b: got 1; allowed: 2; nearest: 3
@@ -159,7 +162,7 @@ class Problem(str):
         return Problem(**own | parts)
 
     def at(self, place: object) -> "Problem":
-        """Returns a copy with a place before the key, such as the file that contains it.
+        """Returns a copy of the problem with `place`, such as a file and its line, before the key.
 
         >>> print(Problem(None, got="3", allowed="a text").at("a.jsonl, line 2"))
         a.jsonl, line 2: got 3; allowed: a text
@@ -167,7 +170,7 @@ class Problem(str):
         return self.with_parts(key=place if self._parts["key"] is None else f"{place}: {self.key}")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Makes `pickle` and `copy` call the constructor with all parts; by default they pass only the line."""
+        """Makes `pickle` and `copy` call the constructor with all parts of the problem, not only with the line."""
         return functools.partial(Problem, **self._parts), ()
 
 
@@ -214,11 +217,12 @@ class Problems:
         self.count += len(problems)
 
     def add_at(self, where: str, problem: Problem, fix: str | None = "") -> None:
-        """Counts a problem in a line of a file; equal problems in several lines are stored as one.
+        """Counts a problem in a line of a file; a problem that occurs in several lines of files is stored once.
 
         Args:
-          where: the place, such as `a.jsonl, line 3`.
-          problem: the problem; `{where}` in its key, or else in its fault, is replaced by the first place.
+          where: the file and the number of the line, such as `a.jsonl, line 3`.
+          problem: the problem, with the placeholder `{where}` in its key or its fault. `lines` replaces the placeholder
+            by the first place where the problem occurs.
           fix: the suggested fix; '': the suggestion to remove the line from the file; None: `problem` includes a fix.
         """
         self.count += 1
@@ -235,7 +239,7 @@ class Problems:
         return self.count >= _ENOUGH
 
     def lines(self) -> list[Problem]:
-        """Returns each stored problem, and a line with the number of further problems."""
+        """Returns the stored problems, and, if more problems were counted, a line with the number of the others."""
         problems = [each if isinstance(each, Problem) else self._placed(*each) for each in self._first]
         num_more = self.count - self._num_told
         if not num_more:
@@ -244,11 +248,11 @@ class Problems:
         return [*problems, Problem.plain(f"... and {more} more like these")]
 
     def _placed(self, problem: Problem, fix: str | None) -> Problem:
-        """Returns a problem that `add_at` has stored, with the first line of a file where it occurs, and with a fix.
+        """Returns a stored problem with the first place where it occurs, such as `a.jsonl, line 3`, and with a fix.
 
         Args:
-          problem: the problem with the placeholder `{where}`.
-          fix: as in `add_at`.
+          problem: the argument `problem` of `add_at`, with the placeholder `{where}`.
+          fix: the argument `fix` of `add_at`.
         """
         first, *others = self._places[problem, fix]
         part = "key" if _WHERE in problem.key else "fault"
@@ -267,7 +271,7 @@ def refuse(problems: Iterable[str]) -> None:
 
 
 def refusals(work: Callable[..., object], *given: object) -> list[Problem]:
-    """Calls `work` with the given arguments; returns the problems of a UserError that it raises, else an empty list."""
+    """Calls `work(*given)`; returns the problems of the UserError that it raises, or [] if it raises none."""
     try:
         work(*given)
     except UserError as error:
@@ -474,10 +478,10 @@ def error_lines(error: UserError) -> str:
 
 
 def lost_output() -> int:
-    """Returns an exit code if standard output or standard error cannot be written, else 0.
+    """Returns the exit code for standard output or standard error that cannot be written, or 0 if both can.
 
-    For the check it writes an empty line to standard output, because an unbuffered stream does not remember a failed
-    write. It prints an error line, except for a closed pipe.
+    To test it, the function writes an empty line to standard output, because an unbuffered stream does not remember a
+    failed write. It prints an error line about the stream, unless the stream is a closed pipe.
     """
     code = EXIT_FINISHED
     for stream, end in ((sys.stdout, "\n"), (sys.stderr, "")):
@@ -495,7 +499,7 @@ def lost_output() -> int:
 
 
 def _others_may_wait() -> bool:
-    """Returns whether other processes of the job may wait for this process, in JAX's shutdown or at a rendezvous."""
+    """Returns whether other processes of the job may be waiting for this process, in JAX's shutdown or to connect."""
     return bool(_before_leaving) or (
         "jax.distributed" in sys.modules and bool(sys.modules["jax.distributed"].is_initialized())
     )
@@ -513,10 +517,10 @@ def before_leaving(tell: Callable[[int, str], None]) -> None:
 
 
 def leave_at_once(code: int, message: str = "") -> NoReturn:
-    """Ends the process without exit handlers, which would wait for threads and for processes that do not answer.
+    """Ends the process immediately, without exit handlers, which would wait for threads and hanging processes.
 
-    It prints the message, and calls the functions that `before_leaving` has registered. The first call determines code
-    and message: calls from other threads block until the process ends.
+    First prints the message, and calls the functions that `before_leaving` has registered. The first call determines
+    code and message: calls from other threads block until the process ends.
 
     Args:
       code: the exit code.

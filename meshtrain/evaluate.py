@@ -80,7 +80,7 @@ def open_evaluation_data(assembly: Assembly, overrides: Mapping[str, str]) -> Sc
 
 
 def _validation(config: Config, task: Task) -> tuple[Mapping[str, Examples], Tokenizer | None]:
-    """Returns name -> examples of the validation split, and the tokenizer of the data; None if they are not text."""
+    """Returns name -> examples of each validation set, and the tokenizer (None if the data are not text)."""
     found = open_data(config, task)
     if not len(found.validation):
         fix = "--config.data.source=text --config.data.path=FILE" if task.unit == "tokens" else "the run's own data"

@@ -85,10 +85,10 @@ def batch_text(assembly: Assembly) -> str:
 
 
 def kernels_text(assembly: Assembly) -> list[str]:
-    """Returns a line with the kernel of each part of the model and its reason, and a line for each exchange of data.
+    """Returns lines about kernels and communication, for a task with a cost model; [] for other tasks.
 
-    An exchange is communication between devices, such as in context-parallel attention. Tasks without a cost model have
-    no lines.
+    A line states the kernel that computes a part of the model, and why this kernel is used. A further line describes
+    the part's communication between devices, if any, such as in context-parallel attention.
     """
     lines = list[str]()
     for kernel in assembly.cost.kernels:
@@ -121,7 +121,7 @@ def state_text(bytes_held: StateBytes, label: str) -> str:
 
     Args:
       bytes_held: the bytes of each part of the state.
-      label: the name of an extension's arrays in the line.
+      label: the name that the line uses for the arrays of an extension.
     """
     names = {"parameters": "parameters", "gradients": "gradients", "moments": "moments"}
     names |= {"extra": label} if bytes_held.extra else {}
@@ -131,7 +131,7 @@ def state_text(bytes_held: StateBytes, label: str) -> str:
 
 
 def stages_text(assembly: Assembly) -> list[str]:
-    """Returns lines for the schedule, each stage, and the saved activations; an empty list without a pipeline."""
+    """Returns lines about the pipeline: its schedule, each stage, and the saved activations; [] without a pipeline."""
     program, stages = assembly.placed.program, assembly.task.stages
     if program is None or stages is None:
         return []

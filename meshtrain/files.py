@@ -88,7 +88,7 @@ def read_json(text: str | bytes) -> Json:
 
 
 def _inner(value: Json) -> list[Json]:
-    """Returns the objects and lists directly inside a value."""
+    """Returns the elements of a JSON object or list that are objects or lists; [] for any other value."""
     values = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return [one for one in values if isinstance(one, dict | list)]
 
@@ -171,10 +171,10 @@ def real(path: str | os.PathLike[str]) -> str:
 
 
 def identities(path: str | os.PathLike[str]) -> set[str | tuple[int, int]]:
-    """Returns a file's resolved path, and its device and inode; for an object in a bucket its URL.
+    """Returns the set of a file's identities: its resolved path, and (device, inode); for a URL, only the URL.
 
-    Two paths refer to the same file (through `..`, a link, a hard link or a mount) if they share an identity. The inode
-    is not sufficient: some mounted file systems assign new inodes for each path.
+    Two paths refer to the same file (through `..`, a link, a hard link or a mount) if their sets overlap. The inode is
+    not sufficient, because some mounted file systems assign different inodes to two paths of one file.
     """
     if is_url(str(path)):
         return {str(path)}

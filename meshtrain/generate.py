@@ -151,13 +151,15 @@ def _num_tokens(asked: int | None, decode: Decode, longest: int) -> int:
 
 
 def _heads(prompts: Sequence[Prompt], num_samples: int, *, continues: bool) -> list[str]:
-    """Returns the text to print before each generated text: a title if there are several texts, and perhaps the prompt.
+    """Returns the text to print before each generated text, for all samples of the first prompt, then of the next.
+
+    The text starts with a title if there are several generated texts.
 
     Args:
       prompts: the prompts.
-      num_samples: the number of texts for each prompt.
-      continues: whether texts continue their prompts. Then the prompt is printed before its text; otherwise its start
-        is a part of the title.
+      num_samples: the number of generated texts for each prompt.
+      continues: whether generated texts continue their prompts. If so, the complete prompt follows the title; if not,
+        the title contains the start of the prompt.
     """
     heads = []
     for index, prompt in enumerate(prompts, start=1):

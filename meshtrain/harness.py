@@ -55,7 +55,7 @@ def language_model(workdir: str | Path, *words: str, step: int | None = None) ->
     answered = open_requests(workdir, *words, step=step)
 
     class LanguageModel(LM):
-        """A run's weights; each request is an `lm_eval.api.instance.Instance`."""
+        """A run's weights with the interface of a model; a request is an `lm_eval.api.instance.Instance`."""
 
         @property
         def tokenizer_name(self) -> str:
@@ -63,9 +63,9 @@ def language_model(workdir: str | Path, *words: str, step: int | None = None) ->
             return answered.tokenizer.name
 
         def loglikelihood(self, requests: Sequence["Instance"], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-            """Returns the continuation's log probability, and whether it is the greedy one, for each request.
+            """Returns, for each request, the log probability of its continuation, and whether greedy decoding gives it.
 
-            The arguments of a request are (context, continuation).
+            The arguments of a request are the texts (context, continuation).
             """
             likelihoods = answered.likelihoods([request.args for request in requests])
             return [(one.log_probability, one.is_greedy) for one in likelihoods]

@@ -229,7 +229,10 @@ def _export(arguments: argparse.Namespace) -> None:
 
 @contextlib.contextmanager
 def _complete_folder(to: str) -> Iterator[Path]:
-    """Creates the folder of `--to`, or uses it if it is empty; if the block fails, deletes the files of the block."""
+    """Context manager: creates the folder `to`, the value of `--to`, and yields its path.
+
+    The folder may exist, but must be empty, because all its files are deleted if the block fails.
+    """
     target = expand_user(to).absolute()
     try:
         with output_files.writing("--to", to):

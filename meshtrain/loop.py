@@ -56,7 +56,7 @@ class Actions:
       rate: (step, values of the evaluation) -> None: records the values with the step's checkpoint.
       write: (step, values) -> None: writes a row of metrics into the run's files.
       diagnose: (state, number, layer) -> text that names the first non-finite array and the checkpoint to resume from;
-        `number` is the index from `guard.first_not_finite`.
+        `number` is the index from `first_not_finite`.
       drawn: step -> {metric name: epochs or tokens consumed from a data source up to this step}.
       name: (number, layer) -> the name of the loss or gradient for which a step was skipped.
       reason: (step, values of the evaluation) -> the reason why the run ends at this step, the same in all processes;
@@ -89,8 +89,7 @@ class Observers:
       profiler: traces the steps that the user named.
       watchdog: ends the process if no step completes in time.
       goodput: adds up the time of the steps.
-      own_times: shares each process's local timings with all processes and names a slow process; None for a single
-        process.
+      own_times: compares the step times of all processes and finds a slow process; None for a single process.
     """
 
     progress: Progress
@@ -296,7 +295,7 @@ class Log:
             )
 
     def row(self, step: int, values: Mapping[str, float | None]) -> None:
-        """Writes a row of metrics, and prints it as a line."""
+        """Writes a step's row of metrics (name -> value) to the run's files, and prints it as a line."""
         self.latest.update(values)
         self.actions.write(step, values)
         self.observers.progress.line(log_line({"step": step, **values}, self.when.num_steps))
@@ -317,7 +316,10 @@ def num_skipped_in_a_row(metrics: Mapping[str, jax.Array]) -> int:
 
 
 def too_many_skipped(done: CompletedStep, when: Timetable) -> bool:
-    """Returns whether training stops after a step: too many consecutive skips, or a last step that is not finite."""
+    """Returns whether training stops after the step `done`, because of too many consecutive skips, or a bad last step.
+
+    A last step is bad if its loss or gradient norm is not finite.
+    """
     num_skipped = num_skipped_in_a_row(done.result)
     if num_skipped == 0:  # the usual case, in which only this counter is read
         return False

@@ -120,9 +120,12 @@ def unused(
 
 
 def _reason(conditions: Conditions, groups: Sequence[tuple[str, Options]], known: Mapping[str, Value]) -> str:
-    """Returns the last condition that is false, as `key=value` or a statement; '' if all conditions are true.
+    """Returns the last of the conditions that is false, as `key=value` or a statement; '' if all conditions are true.
 
-    `groups` and `known` provide the values of conditions, as in `_named`.
+    Args:
+      conditions: the argument `only_for` of an option.
+      groups: (path, options) of the option's class and of the groups that contain it, the innermost first.
+      known: condition -> value, for conditions that are not fields.
     """
     reason = ""
     for name, values in conditions.items():
@@ -177,8 +180,8 @@ def function_field(options: Options) -> str:
 def add_user_options(options: Options, path: str, name: Value) -> Options:
     """Returns default options of a group, extended by the options of the function that the group names.
 
-    The class of the result inherits from the function's options class and from the class of `options`, so the function
-    gets an object of its options class.
+    The class of the result inherits from the function's options class and from the class of `options`. So a function
+    that is called with the group gets an object of its options class.
 
     Args:
       options: the default options of a group, such as `optimizer`, with the field that selects the function.
@@ -247,10 +250,10 @@ def options_problem(key: str, name: str, options: UserObject) -> Problem | None:
 
 
 def _shared_problem(path: str, own: type, group: Options) -> Problem | None:
-    """Returns a problem if a function's option has the name of an existing option but a different default, else None.
+    """Returns a problem if a function's option has the name of an option of its group but another default, else None.
 
-    Such an option would have two defaults. A saved configuration contains all defaults, so nobody could see in it
-    whether the user chose the value.
+    Such an option would have two defaults. A saved configuration contains the values of all options, so nobody could
+    see whether the user or a default set the value.
 
     Args:
       path: the dotted key of the group in the configuration.

@@ -89,10 +89,11 @@ def train_resolved(
 ) -> Result:
     """Trains a configuration that `resolve` has checked; `meshtrain.main` and `train` call it.
 
-    For the other arguments and the errors see `train`.
+    The other arguments and the errors are explained in `train`.
 
     Args:
-      begun_seconds: `time.monotonic()` when the program started. Goodput, the share of useful time, counts from then.
+      begun_seconds: the time, by `time.monotonic`, at which the program started. Goodput is the share of useful time
+        since then.
     """
     folder = expand_user(directory).absolute()
     # A job has one process per host, and every process runs this same program. `devices` lists the devices of all

@@ -132,7 +132,7 @@ def import_function(key: str, name: str, names: Sequence[str], near: str = "") -
 
 
 def _fitting(module: ModuleType, num_arguments: int) -> list[str]:
-    """Returns the names of a module's functions and classes that can be called with this number of arguments."""
+    """Returns the names of a module's public functions and classes that accept `num_arguments` arguments."""
     names = []
     for name, value in vars(module).items():
         if not name.startswith("_") and callable(value) and getattr(value, "__module__", "") == module.__name__:
@@ -175,7 +175,7 @@ def call_user_function(
       takes: a description of the arguments, for errors.
       gives: a description of the required result, for errors.
       fix: the suggested fix, for errors.
-      call: the values of the arguments as text, which errors contain after the exception.
+      call: the values of the arguments as text, which an error line contains after the exception; '' for none.
 
     Raises:
       UserError: the function raises a UserError; or one line: there is no such function, it cannot be called with
@@ -225,11 +225,12 @@ def user_check(key: str, name: str, function: UserObject, given: Sequence[Any]) 
 
 @contextlib.contextmanager
 def wrap_user_errors(problem: Problem, call: str = "") -> Iterator[None]:
-    """Context manager: converts an exception of a user's code in the block to a UserError.
+    """Context manager: converts an exception of a user's code in the block to a UserError; a UserError is unchanged.
 
     Args:
-      problem: the problem, to whose fault the exception is added.
-      call: a text that follows the exception, such as the arguments of the call.
+      problem: the problem of the UserError. Its `fault`, such as the name of the function, is extended by `raises` and
+        the text of the exception.
+      call: a text that is added after the exception, such as the arguments of the call; '' for none.
     """
     try:
         yield
@@ -335,7 +336,7 @@ def import_modules(*names: str) -> list[ModuleType]:
 
 
 def _refusal(error: Exception) -> Problem | None:
-    """Returns the problem with the environment variable or package that made an import fail; None for a bug of ours."""
+    """Returns a problem that names the environment variable or package that made an import fail; None for our bug."""
     named = [name for name in os.environ if name.startswith("JAX_") and name.lower() in str(error).lower()]
     if named:
         name = max(named, key=len)

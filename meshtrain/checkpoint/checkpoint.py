@@ -405,10 +405,10 @@ class Checkpoints:
         retention.prune(self.directory, self._options, higher_is_better=self._higher_is_better)
 
     def _failure(self, step: int, error: Exception) -> SaveFailed:
-        """Returns the exception for the failed save of a step, and stores it in `newest_failure`.
+        """Converts `error`, the exception of a failed save, to SaveFailed; stores it in `newest_failure`, too.
 
-        On a disk it also replaces Orbax's manager, so that the next save may succeed. In a bucket, `save` replaces the
-        manager.
+        For checkpoints on a disk, it also replaces Orbax's manager, so that the next save may succeed. For a bucket,
+        `save` replaces the manager.
         """
         directory = self.directory / str(step)
         line = f"checkpoint {directory}: not written: {_reason(error)}"

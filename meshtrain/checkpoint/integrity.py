@@ -86,7 +86,7 @@ def seal(directory: Place, index: int, num_processes: int, is_cancelled: Callabl
 def _seal_listed(directory: epath.Path, index: int, is_cancelled: Callable[[], bool]) -> bool:
     """Seals a checkpoint in a bucket: process 0 lists all objects and writes the manifest; other processes wait for it.
 
-    Returns True after the manifest was written, False if the wait was cancelled. For the arguments see `seal`.
+    Returns True after the manifest was written, False if the wait was cancelled. The arguments are explained in `seal`.
     """
     mark = directory / (MANIFEST if index else buckets.COMMITTED)
 

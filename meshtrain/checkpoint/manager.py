@@ -1,11 +1,12 @@
 """Creates Orbax's checkpoint manager with our options: it writes and reads checkpoints, and never deletes any.
 
-Also suppresses Orbax's warnings and stack traces for errors that Orbax also raises, and needless warnings.
+Also suppresses needless warnings, and log messages about failed saves, because our program prints one line for a failed
+save: the error that `CheckpointManager.wait_until_finished` raises. Otherwise users would also see these messages:
 
-`CheckpointManager.wait_until_finished` raises the error of a failed save, and we print one line for it. Before that,
-each of Orbax's threads logs the error with a stack trace. Writes still in progress then call a closed event loop:
-TensorStore prints a traceback for each of these writes. asyncio prints a traceback for each task whose result is never
-retrieved. Python warns about each write that had not started by then.
+- Each of Orbax's threads logs the error with a stack trace.
+- TensorStore prints a traceback for each write that ends after the event loop was closed.
+- asyncio prints a traceback for each task whose result is never retrieved.
+- Python warns about each write that never started.
 """
 
 import functools
@@ -99,9 +100,9 @@ def _state_handler() -> ocp.PyTreeCheckpointHandler:
 
 @functools.cache
 def silence() -> None:
-    """Suppresses Orbax's messages about failed saves and needless warnings from now on, in the complete process.
+    """Suppresses needless warnings, and Orbax's messages about failed saves, from now on in the complete process.
 
-    All other messages are printed as before.
+    The module's docstring lists these messages. All other messages are printed as before.
     """
     logging.getLogger("absl").addFilter(_is_worth_a_line)
     logging.getLogger("asyncio").addFilter(_is_task_of_others)
@@ -127,9 +128,10 @@ def _is_task_of_others(record: logging.LogRecord) -> bool:
 
 
 def _came_too_late(unraisable: "sys.UnraisableHookArgs") -> bool:
-    """Returns whether an exception is due to a write of TensorStore that ended after the event loop was closed.
+    """Returns whether the cause of an exception is a write of TensorStore that ended after the event loop was closed.
 
-    The write, which runs in C++, calls asyncio directly, so the outermost Python frame belongs to asyncio.
+    TensorStore writes in C++ and calls asyncio directly, so the outermost Python frame of such an exception belongs to
+    asyncio.
     """
     error, traceback = unraisable.exc_value, unraisable.exc_traceback
     is_closed = isinstance(error, RuntimeError) and str(error) == "Event loop is closed"

@@ -85,7 +85,7 @@ def own_folder(directory: str | Place, run: str, *, may_vanish: bool = False) ->
 
 
 def _problems(place: Place, run: str) -> list[Problem]:
-    """Makes this run the owner of a folder or bucket prefix; returns an error line if that is impossible.
+    """Makes this run the owner of a folder or bucket prefix; returns an error line if that is impossible, else [].
 
     Raises:
       FileExistsError: another run became the owner at the same time.
@@ -160,7 +160,10 @@ def _is_alive(was: JsonObject) -> bool | None:
 
 
 def _stat(process: int) -> tuple[str, str]:
-    """Returns the state of a process, such as `Z` for a zombie, and its start time; '?' and '' if unknown."""
+    """Returns the state of the process with this number, such as `Z` for a zombie, and its start time, as texts.
+
+    The result is ('?', '') if there is no such process.
+    """
     try:
         fields = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
         return fields[_STATE], fields[_START_TIME]
@@ -205,7 +208,7 @@ def _leave_to(now: JsonObject, place: Place, run: str) -> None:
 def _lost(place: Place, run: str, *, may_vanish: bool) -> str:
     """Returns an error line if the owner's file has disappeared, else ''. Exits if another run has become the owner.
 
-    With `may_vanish`, returns '' and writes the owner's file again if the folder exists.
+    With `may_vanish`, a missing file is no error: it is written again if the folder exists, and the result is ''.
     """
     if not isinstance(place, Path):
         return ""

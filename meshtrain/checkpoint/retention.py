@@ -80,7 +80,7 @@ def read_ratings(directory: Place) -> dict[int, dict[str, float]]:
 
 
 def rate(directory: Place, step: int, values: Mapping[str, float]) -> None:
-    """Adds the evaluation metrics of a step to the `ratings.json` of a folder. Raises OSError if writing fails."""
+    """Adds `values`, the evaluation metrics of a step, to a folder's `ratings.json`. Raises OSError if it fails."""
     ratings = read_ratings(directory) | {step: dict(values)}
     buckets.write(directory / RATINGS, json.dumps(dict(sorted(ratings.items()))))
 
@@ -118,7 +118,7 @@ def prune(directory: Place, options: CheckpointOptions, *, higher_is_better: boo
 
 
 def sweep(directory: Place) -> None:
-    """Deletes incomplete and half-deleted checkpoints. Files that a thread is still writing may remain."""
+    """Deletes checkpoints of unfinished saves and unfinished deletions. Files that a thread still writes may remain."""
     if not isinstance(directory, Path):
         for one in [directory / str(step) for step in checkpoint_steps(directory)]:
             if not (is_sealed(one) or (one / buckets.COMMITTED).exists()):
@@ -130,13 +130,14 @@ def sweep(directory: Place) -> None:
 
 
 def remove_rest(directory: Path, above: Path) -> None:
-    """Cleans up after a run whose folder was deleted: removes files that the threads of a save wrote there afterwards.
+    """Removes the incomplete checkpoints that the threads of a save wrote after the run's folder was deleted.
 
-    Folders that become empty are also removed.
+    Then also removes `directory` and `above` if they are empty.
 
     Args:
-      directory: the folder of the checkpoints. If it has an owner, another run uses it, and nothing is removed.
-      above: the run's folder.
+      directory: the folder of the checkpoints, usually inside the run's folder. If it contains the file of an owner,
+        another run uses it, and nothing is removed.
+      above: the run's folder, which the save's threads may have created again.
     """
     is_inside = directory.parent == above
     for _ in range(_ROUNDS):  # threads of a failed save may still be writing
@@ -153,7 +154,10 @@ def remove_rest(directory: Path, above: Path) -> None:
 
 
 def set_aside(directory: Place, step: int) -> None:
-    """Moves the checkpoint of a step into the folder `damaged`, for inspection; adds -2 if the name exists there."""
+    """Moves the checkpoint of a step into the folder `damaged`, for inspection.
+
+    Its new name is the step; if this name exists in `damaged`, -2, -3 and so on is appended.
+    """
     one, aside = directory / str(step), (directory.parent if isinstance(directory, Path) else directory) / DAMAGED
     names = itertools.chain([str(step)], (f"{step}-{number}" for number in itertools.count(2)))
     new = next(aside / name for name in names if not (aside / name).exists())

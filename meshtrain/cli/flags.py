@@ -52,8 +52,8 @@ class Entry:
       choices: the allowed values, or the built-in names of a field that may name a function; empty: any value of the
         type.
       names: the meaning of a text: `path`, `function`, WITH_OPTIONS (a function with options), or '' for other texts.
-      bounds: the smallest and the largest number that an error may suggest: the limits of the field, or 1 without a
-        minimum.
+      bounds: the smallest and the largest whole number that an error may suggest. They are the limits of the field; a
+        missing minimum is replaced by 1, a missing maximum by the largest int32.
     """
 
     kind: type
@@ -73,7 +73,7 @@ class Parser(argparse.ArgumentParser):
     """An argument parser that raises UserError instead of printing its usage and exiting."""
 
     def __init__(self, prog: str | None = None, **named: Any) -> None:
-        """Takes the arguments of ArgumentParser; the usage shows the program's name as the user typed it.
+        """Creates a parser whose usage shows the program's name as the user typed it.
 
         Args:
           prog: the command, such as `python -m meshtrain doctor`.
@@ -94,7 +94,7 @@ class Parser(argparse.ArgumentParser):
         raise UserError(Problem(key, fault=fault, allowed=", ".join(words), nearest=fix))
 
     def parse_args(self, args: Iterable[str] | None = None, namespace: Any = None) -> Any:
-        """Returns the parsed arguments.
+        """Returns the parsed arguments; overrides `ArgumentParser.parse_args`, with the same arguments.
 
         Raises:
           UserError: an argument is unknown (the error suggests the most similar known argument), or a path is a URL.
@@ -131,8 +131,8 @@ def arguments(argv: Sequence[str], extra: argparse.ArgumentParser | None = None)
     Returns:
       A namespace with the arguments of `extra` and: `config` (the file or None), `workdir` (a Path or a URL; by default
       runs/NAME_OF_CONFIG), `overrides` (dotted key -> text; the last value wins), `problems` (a line for each unknown
-      argument, to report together with problems of the configuration), and `command` (the words to repeat the command;
-      empty without `extra`).
+      argument, to report together with problems of the configuration), and `command` (the words with which the user can
+      repeat the command; empty without `extra`).
 
     Raises:
       UserError: a known argument with a wrong value, or without a value.
@@ -196,10 +196,10 @@ def _split_words(argv: Sequence[str]) -> tuple[list[str], dict[str, str], list[P
 
 
 def unknown_arguments(arguments: Sequence[str], allowed: Sequence[str]) -> list[Problem]:
-    """Returns a problem for each unknown flag; if there are only words without a dash, for each word.
+    """Returns a problem for each unknown flag of a command line, or for each unknown word if there is no such flag.
 
     Args:
-      arguments: the unknown arguments of a command line.
+      arguments: the flags (which start with a dash) and words that the command does not know.
       allowed: the flags of the command.
     """
     problems = []
@@ -370,7 +370,7 @@ def schema(options: Options, prefix: str = "") -> dict[str, Entry]:
 def flatten(values: Mapping[str, Value] | Options, prefix: str = "") -> Values:
     """Returns dotted key -> value for a nested mapping, or for a dataclass of options.
 
-    An empty nested mapping remains a value, and so does a mapping below 20 levels.
+    A nested mapping that is empty, or nested deeper than 20 levels, is not flattened: it is the value of its key.
 
     >>> flatten({"seed": 1, "mesh": {"data": 2, "fsdp": 4}})
     {'seed': 1, 'mesh.data': 2, 'mesh.fsdp': 4}
@@ -431,7 +431,8 @@ def convert(value: Value, kind: type, *, is_text: bool = False, bounds: tuple[fl
       value: a value from Python or JSON, or the text on a command line.
       kind: the required type.
       is_text: whether the value is the text on a command line, such as 1_000, 1e3 or true.
-      bounds: the range of the whole number that the error suggests instead of a fraction.
+      bounds: (smallest, largest) whole number that the error may suggest if an int is required and `value` has a
+        fractional part.
 
     Raises:
       UserError: the value cannot be converted to this type. The error has no key; the caller adds the option's name.
@@ -520,7 +521,7 @@ def _unknown_key(key: str, value: Value, entries: Mapping[str, Entry]) -> Proble
 
 
 def _assignment(ours: str, value: Value, entries: Mapping[str, Entry]) -> str:
-    """Returns the suggestion `; nearest: OPTION=VALUE` for another program's option: our option, with the user's value.
+    """Returns the suggestion `; nearest: OPTION=VALUE`: our option that replaces another program's, and its value.
 
     If our option does not accept the value, the text contains only the option. It is '' if this configuration lacks the
     option.

@@ -77,7 +77,10 @@ FIELDS: Mapping[str, Field] = {
 def outside(
     content: JsonObject, file: str | Path, uses: Collection[str], fields: Mapping[str, Field] = FIELDS
 ) -> dict[str, str]:
-    """Returns dotted key -> value for the fields of a file that reach outside of its folder; reads none of these paths.
+    """Returns dotted key -> value for the fields of a file that name a function, or a path outside of its folder.
+
+    An address counts as a path. Reads none of these paths. For a file that this user's own run wrote, only functions
+    are returned.
 
     Args:
       content: the nested content of the file.
@@ -102,7 +105,7 @@ def outside(
 
 
 def refuse(found: Mapping[str, str], file: str | Path, command: str, fields: Mapping[str, Field] = FIELDS) -> None:
-    """Raises UserError with one line if fields of a file reach outside of its folder.
+    """Raises UserError with one line for all values in `found`, unless `found` is empty.
 
     Args:
       found: dotted key -> value from `outside`, without the values that the user names too.
@@ -117,7 +120,7 @@ def refuse(found: Mapping[str, str], file: str | Path, command: str, fields: Map
 
 
 def _paths(value: str) -> set[str]:
-    """Returns each part of a value that an option may read as a path.
+    """Returns each part of an option's value that may be a path.
 
     A value may be FILE, NAME=FILE, FILE:WEIGHT, or a list of these separated by commas.
     """

@@ -82,7 +82,7 @@ def writing(flag: str, path: str) -> Iterator[None]:
 
 
 def write(flag: str, path: str, content: str | bytes) -> None:
-    """Writes a file whose path a flag sets. The content is first written to a new file, which then replaces `path`.
+    """Writes `content` to the file `path`, which a flag sets; a reader sees either the old or the new content.
 
     Args:
       flag: the name of the flag, for the error.

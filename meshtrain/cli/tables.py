@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 
 def format_bytes(n: int) -> str:
-    """Returns a number of bytes as short text, with three digits unless it is an exact multiple of the unit.
+    """Returns a number of bytes as short text: three significant digits, or a whole number if it is exact.
 
     >>> [format_bytes(n) for n in (512, 1536, 25_165_824, 33_715_493_273)]
     ['512 B', '1.50 KiB', '24 MiB', '31.4 GiB']

@@ -111,7 +111,7 @@ def build(
 
 
 def defaults_of(config: Config) -> Config:
-    """Returns a configuration with the fields of `config` and their default values; only `task` has its value."""
+    """Returns a configuration with the fields of `config`, all at their defaults, except that `task` is unchanged."""
     return Config(task=config.task, **{name: type(options)() for name, options in groups(config).items()})
 
 
@@ -134,9 +134,11 @@ def _options_of(make_task: MakeTask, name: str, options: type) -> type:
     """Returns the class of the fields of `model` for the caller's task function.
 
     Args:
-      make_task: the caller's task function. Its attribute `options` is the result, if it exists.
-      name: the value of the option `task`. It selects the result if `make_task` has no options.
-      options: the class of `model` in the caller's configuration; the result if `name` is the name of `make_task`.
+      make_task: the caller's task function. If it has an attribute `options`, this attribute is the result.
+      name: the value of the option `task`. If `make_task` has no `options`, the result is the options class of the task
+        with this name.
+      options: the class of `model` in the caller's configuration. It is the result instead if `name` names `make_task`
+        itself.
     """
     if hasattr(make_task, "options"):
         tasks.refuse_options(tasks.name_of(make_task), make_task)
@@ -145,14 +147,14 @@ def _options_of(make_task: MakeTask, name: str, options: type) -> type:
 
 
 def _with_own_options(start: Config, values: Values, texts: dict[str, str]) -> tuple[Config, list[Problem]]:
-    """Returns the defaults with the options of each user function added to the group that names the function.
+    """Returns the defaults, in which each group that names a user's function also has this function's options.
 
-    If `texts` replaces a function that `values` names, the options of the replaced function are removed from `values`,
-    in place. If a function cannot be used, its options are unknown: they are removed from both mappings, and a problem
-    is returned.
+    The second result is a problem for each function that cannot be used. The options of such a function are unknown,
+    and are removed from `values` and `texts`, in place. If `texts` names a function in place of the function in
+    `values`, the options of the replaced function are removed from `values`, in place.
 
     Args:
-      start: the defaults.
+      start: the defaults of the configuration, without options of user functions.
       values: dotted key -> value from the configuration file.
       texts: dotted key -> text from the command line.
     """
@@ -187,10 +189,10 @@ def groups(config: Config) -> dict[str, Options]:
 
 
 def _drop_other_defaults(start: Config, values: Values, *, is_named: bool) -> list[Problem]:
-    """Returns a problem if `model` has the decoder's options, from `default()`, although the task is another task.
+    """Returns a problem if `values` has the decoder's options, from `default()`, although the task is another task.
 
-    Removes the decoder's options from `values`, in place. For a task function of the caller, decoder options with their
-    defaults are no problem, because the function may have no name for `default(task=...)`.
+    The decoder's options are removed from `values`, in place. If the caller passes a task function, decoder options
+    with their defaults are no problem, because the function may have no name for `default(task=...)`.
 
     Args:
       start: the task's defaults.

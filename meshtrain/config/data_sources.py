@@ -26,10 +26,10 @@ def find(name: str) -> Source:
 
 
 def options_of(name: str, given: Iterable[str] = ()) -> type[DataOptions]:
-    """Returns the class of a data source's options.
+    """Returns the class of the options in `data`, for a data source.
 
-    Options of other built-in sources remain legal, so that users can change the source in one line. If the
-    configuration sets any of these options, the class has the options of all sources.
+    The class has the options of this source. If the configuration also sets options of another built-in source, the
+    class has the options of all built-in sources, so that users can change the source in one line.
 
     Args:
       name: the name of the source. A user's function, or an unknown name, has only the options that all sources share.

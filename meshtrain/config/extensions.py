@@ -25,7 +25,7 @@ FLOAT32_BYTES = 4
 
 
 def of(config: Config) -> Reduction | None:
-    """Returns the reduction that a configuration names; None for the built-in sum.
+    """Returns the gradient reduction that a configuration names; None for the built-in sum.
 
     Raises:
       UserError: there is no such function, it raises, or it does not return a `Reduction`.
@@ -57,8 +57,8 @@ def of(config: Config) -> Reduction | None:
 def crossing(config: Config) -> OverData:
     """Returns how a step combines the gradients of the data-parallel replicas.
 
-    The result is SUMMED for the built-in sum, STACKED for any other reduction, and INSIDE for separate groups (local
-    SGD), where each replica keeps its gradients.
+    The result is SUMMED for the built-in sum, and STACKED for any other reduction, which gets the gradients as an array
+    [replicas, ...]. It is INSIDE for separate groups (local SGD): each replica uses its own gradients.
     """
     if config.local_steps.period:
         return OverData.INSIDE
@@ -96,7 +96,7 @@ def problems(config: Config, mesh_shape: Mapping[str, int]) -> list[Problem]:
 
 
 def unread(config: Config) -> dict[str, str]:
-    """Returns dotted key -> reason, for each option that has no effect with this reduction or extension."""
+    """Returns dotted key -> reason for each option that the configuration's reduction or extension ignores."""
     make, reduction = make_extension(config), of(config)
     reasons = dict.fromkeys(reduction.unread, f"{KEY}={reduction.name}") if reduction else {}
     return reasons | (dict.fromkeys(make.unread, f"{PERIOD}={config.local_steps.period}") if make else {})

@@ -91,12 +91,13 @@ def fine_tuned(config: Config, rank: int, num_sequences: int) -> Config:
 
 
 def as_file(directory: str | Path, config: Config, num_sequences: int = 0) -> str:
-    """Returns the Python source of a configuration file that creates a configuration.
+    """Returns the Python source of a configuration file, whose `get_config()` returns `config`.
 
     Args:
       directory: the absolute path of the Hugging Face folder.
       config: the configuration, from `of_folder` or `fine_tuned`.
-      num_sequences: the number of training sequences, which the file states; 0: the data are only an example.
+      num_sequences: the number of training sequences, which the docstring of the file states. 0: unknown; it says
+        that the data are only an example.
     """
     values, defaults = (flags.flatten(one) for one in (config, defaults_of(config)))
     shown = [key for key, value in values.items() if value != defaults[key] or key in _SHOWN]

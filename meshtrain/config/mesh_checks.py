@@ -112,7 +112,8 @@ def on_mesh(
 def _in_stages(config: Config, mesh_shape: Mapping[str, int], task: Task, *, has_option: bool) -> list[Problem]:
     """Returns a problem for each reason why the mesh's pipeline stages cannot run the task.
 
-    If `has_option`, problems name the option `model.num_layers`, else the attribute `Task.stages.num_layers`.
+    If `has_option`, the problems name the option `model.num_layers`; otherwise the attribute `Task.stages.num_layers`,
+    for a task without this option.
     """
     size = mesh_shape["pipeline"]
     if task.stages is None:
@@ -180,7 +181,7 @@ def _parts_of_sequences(config: Config, task: Task, rules: Rules, mesh_shape: Ma
 def batch_problems(
     batch_size: int, rules: Rules, mesh_shape: Mapping[str, int], num_microbatches: int, num_groups: int = 0
 ) -> list[Problem]:
-    """Returns a problem if the global batch does not divide by (data x fsdp) x microbatches.
+    """Returns a problem if the global batch size is not divisible by (data x fsdp) x microbatches.
 
     Args:
       batch_size: the global batch size in sequences.
@@ -208,7 +209,7 @@ def batch_problems(
 
 
 def batch_shards(rules: Rules, mesh_shape: Mapping[str, int]) -> dict[str, int]:
-    """Returns the mesh axes that split the sequences of a batch: option, such as `mesh.data` -> size of the axis."""
+    """Returns dotted key, such as `mesh.data` -> size, for each mesh axis that splits the sequences of a batch."""
     # An axis that is used only for experts is left out if it has size 1.
     axes = [axis for axis in rules.activations["batch"] if axis not in expert_axes() or mesh_shape[axis] > 1]
     return {f"mesh.{axis}": mesh_shape[axis] for axis in axes}
@@ -273,16 +274,19 @@ def weight_problems(
 
 
 def num_microbatches(config: Config, mesh_shape: Mapping[str, int]) -> int:
-    """Returns the number of microbatches of a step: accumulation steps, times any pipeline's microbatches."""
+    """Returns the number of microbatches of a step.
+
+    It is the number of accumulation steps, multiplied by the pipeline's number of microbatches if there is a pipeline.
+    """
     in_pipeline = config.pipeline.num_microbatches if mesh_shape["pipeline"] > 1 else 1
     return config.accumulation_steps * in_pipeline
 
 
 def units_on_device(config: Config, task: Task, rules: Rules, mesh_shape: Mapping[str, int]) -> float:
-    """Returns the number of units (tokens, images) of a step that each device computes.
+    """Returns the number of units (tokens or images) that each device processes in a step.
 
-    The mesh axes of the batch dim split the units. If the batch has a sequence dim, the axes of this dim split them,
-    too.
+    The units of the global batch are divided by the sizes of the mesh axes that split the batch dim and, if the batch
+    has a sequence dim, the sequence dim.
     """
     has_sequence = any("sequence" in entry.axes for entry in entries(task, config.batch_size).values())
     split = (*rules.activations["batch"], *(rules.activations["sequence"] if has_sequence else ()))

@@ -97,11 +97,11 @@ def _with_vocabulary(config: Config, *, reads_data: bool) -> tuple[Config, list[
 
     Args:
       config: a configuration whose fields are within their bounds. The options of its task may lack `vocab_size`.
-      reads_data: whether the data files must exist on this machine. If true, errors that `data_sources.check` reports
-        are not repeated.
+      reads_data: whether the data files must exist on this machine. If true, problems that `data_sources.check` also
+        returns are left out.
 
     Returns:
-      The changed configuration, and the problems because of which the number is unknown.
+      The changed configuration, and the problems that prevent the number from being known.
     """
     if getattr(config.model, "vocab_size", None) != 0:
         return config, []

@@ -112,7 +112,7 @@ def difference(old: Mapping[str, Json], new: Mapping[str, Json]) -> list[Problem
 
 
 def _idle(values: Mapping[str, Value]) -> set[str]:
-    """Returns the dotted keys of the options without effect in a configuration; an empty set if it is illegal.
+    """Returns the dotted keys of the options without effect in a configuration; an empty set if it is invalid.
 
     Args:
       values: dotted key -> value, or a nested dict.
@@ -139,12 +139,19 @@ def _defaults(values: Mapping[str, Value]) -> Values:
 
 
 def is_free(key: str) -> bool:
-    """Returns whether the option with this dotted key may change on resume; an option in neither table may not."""
+    """Returns whether the option with this dotted key may change on resume.
+
+    The longest matching name in the tables FREE_ON_RESUME and FIXED_ON_RESUME decides. An option in neither table may
+    not change.
+    """
     free, fixed = (_longest_match(key, table) for table in (FREE_ON_RESUME, FIXED_ON_RESUME))
     return free > fixed
 
 
 def _longest_match(key: str, table: Mapping[str, tuple[str, ...]]) -> int:
-    """Returns the length of the longest name in a table that is the key or one of the key's groups; 0: no such name."""
+    """Returns the length of the longest name in a table that equals the key or a group of it; 0: no such name.
+
+    For example, the names `model.rope.base`, `model.rope` and `model` match the key `model.rope.base`.
+    """
     names = [name for names in table.values() for name in names if key == name or key.startswith(f"{name}.")]
     return max(map(len, names), default=0)

@@ -61,7 +61,7 @@ def times_as_many(config: Config, shape: Mapping[str, int], temporary_bytes: flo
     proportional to the size of a microbatch.
 
     Args:
-      config: the configuration of the step, which does not fit.
+      config: the configuration of the step, which does not fit the memory.
       shape: the size of each mesh axis.
       temporary_bytes: the bytes of the step's temporaries on a device.
       room_bytes: the bytes available for temporaries on a device.
@@ -72,12 +72,14 @@ def times_as_many(config: Config, shape: Mapping[str, int], temporary_bytes: flo
 
 
 def smaller(config: Config, shape: Mapping[str, int], times: int = 2, parts: Change | None = None) -> Iterator[Change]:
-    """Yields changes that save memory, cheapest in time first. Some may be illegal, so the caller has to check them.
+    """Yields changes (dotted key -> new value) that save memory; a change that costs less time comes earlier.
+
+    A change may be illegal for this configuration, so the caller has to check it.
 
     Args:
-      config: the configuration of a step that does not fit.
+      config: the configuration of a step that does not fit the memory.
       shape: the size of each mesh axis.
-      times: the factor for the number of microbatches.
+      times: the factor by which the change of microbatches multiplies their number.
       parts: a change that splits sequences over more devices; None or empty if it does not help.
     """
     level = config.zero.effective_level

@@ -40,7 +40,7 @@ KEY = "task"
 
 
 class NamedTask(Protocol):
-    """A task function with options, so that a configuration can name it."""
+    """The interface of a task function with an attribute `options`, which a configuration can name."""
 
     @property
     def options(self) -> type:
@@ -146,7 +146,7 @@ def model_problems(config: Config, mesh_shape: Mapping[str, int]) -> list[Proble
 
 
 def source_problems(config: Config, allowed: Sequence[str], what: str) -> list[Problem]:
-    """Returns an error line if a built-in source does not provide the examples of a built-in task.
+    """Returns an error line if the configuration's built-in data source does not provide the examples of its task.
 
     Args:
       config: the configuration.
@@ -260,9 +260,9 @@ def make_task_of(config: Config, placement: Placement, make_task: MakeTask | Non
 
 
 def abstract_task(config: Config, make_task: MakeTask | None = None) -> Task:
-    """Returns the task of a configuration for a single device, for its shapes; no mesh is needed.
+    """Returns the task of a configuration, placed on a single device, for callers that need only its shapes.
 
-    This function uses no device, so checks can call it before JAX has started.
+    It needs no mesh and no device, so checks can call it before JAX has started.
 
     Args:
       config: a resolved configuration.

@@ -117,8 +117,8 @@ def open_adapters(directory: str | Path) -> Adapters:
 def _parse_options(given: JsonObject, problems: Problems) -> LoraOptions | None:
     """Returns the LoRA options in an adapter_config.json, or None if a value is missing or invalid.
 
-    `rank_pattern` and `alpha_pattern` set the rank and alpha of single modules. A module with another scale than
-    `r` and `lora_alpha` is a problem.
+    `rank_pattern` and `alpha_pattern` may set another rank and alpha for single modules. It is a problem if such a
+    module has another scale (alpha / rank) than `lora_alpha` and `r`.
 
     Args:
       given: the content of adapter_config.json.
@@ -155,7 +155,7 @@ def _parse_options(given: JsonObject, problems: Problems) -> LoraOptions | None:
 
 
 def _number(given: JsonObject, key: str, kind: type, problems: Problems, prefix: str = "") -> Value:
-    """Returns the positive number of a key; adds a problem and returns None if it is missing or out of range.
+    """Returns the positive number at a key; if it is missing or out of range, adds a problem and returns None.
 
     The arguments are explained in `_typed_value`; `kind` is int or float.
     """
@@ -168,7 +168,7 @@ def _number(given: JsonObject, key: str, kind: type, problems: Problems, prefix:
 
 
 def _typed_value(given: JsonObject, key: str, kind: type, problems: Problems, prefix: str = "") -> Value:
-    """Returns the value of a key; adds a problem and returns None if it is missing or not of type `kind`.
+    """Returns the value at a key; if it is missing or not of type `kind`, adds a problem and returns None.
 
     Args:
       given: a JSON object.
@@ -190,8 +190,8 @@ def _typed_value(given: JsonObject, key: str, kind: type, problems: Problems, pr
 def factors(found: Adapters, base: str, options: DecoderOptions) -> tuple[LoraOptions, dict[str, Factors]]:
     """Returns the LoRA options and the factors of a folder of adapters.
 
-    `targets` of the options is a pattern that matches exactly the adapted matrices. The factors are a mapping from the
-    path of a matrix to its lora_A and lora_B in each layer, as views of the files. All processes must call this
+    `targets` of the options is a pattern that matches exactly the adapted matrices. The factors are a mapping: path
+    of a matrix -> (lora_A, lora_B) for each layer, as views of the files. All processes must call this
     function, because it checks that they see the same files.
 
     Args:
@@ -240,14 +240,15 @@ def factors(found: Adapters, base: str, options: DecoderOptions) -> tuple[LoraOp
 def _split_matrices(rows: Sequence[Weight], widths: Sequence[int], pairs: Factors, rank: int) -> dict[str, Factors]:
     """Splits the factors of one tensor into the factors of its matrices; returns path of a matrix -> its factors.
 
-    Either each matrix has a separate block of ranks, or all matrices share all ranks. A matrix whose rows of lora_B are
-    zero in all layers is left out, unless all of lora_B is zero. If lora_B has neither form, the result is {}.
+    Two forms of lora_B are supported: each matrix uses separate columns (ranks), or all matrices use all columns. If
+    lora_B has neither form, the result is {}. A matrix whose rows of lora_B are zero in all layers has no adapter and
+    is not in the result, unless all of lora_B is zero.
 
     Args:
       rows: the table rows of the tensor's matrices.
       widths: the number of outputs of each matrix.
-      pairs: lora_A and lora_B of the tensor in each layer.
-      rank: the rank of a matrix.
+      pairs: (lora_A, lora_B) of the tensor for each layer.
+      rank: the rank of the factors of one matrix.
     """
     ends, of_b = itertools.accumulate(widths), [b for _, b in pairs]
     placed = [(row, slice(end - width, end)) for row, end, width in zip(rows, ends, widths, strict=True)]
@@ -261,7 +262,9 @@ def _split_matrices(rows: Sequence[Weight], widths: Sequence[int], pairs: Factor
 
 
 def split_factors(given: Mapping[str, Factors]) -> list[list[str]]:
-    """Returns the groups of matrices, as paths, that share one lora_A in the files; each matrix gets a copy of it.
+    """Returns the groups of matrices, as lists of paths, that share one lora_A in the files.
+
+    A run trains a separate copy of lora_A for each matrix of a group.
 
     Args:
       given: path of a matrix -> its factors, from `factors`.
@@ -350,13 +353,23 @@ def _shapes(rows: Sequence[Weight], leaves: Mapping[str, jax.Array]) -> tuple[tu
 
 
 def _num_outputs(row: Weight, leaves: Mapping[str, jax.Array]) -> int:
-    """Returns the number of outputs of a matrix: from its lora_B, or its weight [L, D, ...] if it has no adapter."""
+    """Returns the number of outputs of a matrix.
+
+    It is the size of the matrix's lora_B in `leaves` (path -> parameter). If the matrix has no adapter, it is computed
+    from the shape of its weight [L, D, ...].
+    """
     path = f"{row.path}{B}" if f"{row.path}{B}" in leaves else row.path
     return math.prod(leaves[path].shape[2:])
 
 
 def _factors(rows: Sequence[Weight], leaves: Mapping[str, jax.Array], layer: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns lora_A and lora_B of one tensor in one layer, float32; the pairs of its matrices are joined into one."""
+    """Returns lora_A and lora_B of a tensor in one layer, float32, joined from the factors of the tensor's matrices.
+
+    Args:
+      rows: the table rows of all matrices in the tensor.
+      leaves: path -> parameter.
+      layer: the index of the layer.
+    """
     of_a, of_b = (np.zeros(shape, np.float32) for shape in _shapes(rows, leaves))
     own = _adapted_paths(rows, leaves)
     for index, row in enumerate(own):

@@ -101,7 +101,10 @@ def as_json(
 
 
 def _rope(options: DecoderOptions) -> JsonObject:
-    """Returns RoPE keys in the newer form, `rope_parameters`, and the older form, `rope_scaling` and `rope_theta`."""
+    """Returns the RoPE settings of a decoder twice: as the newer key `rope_parameters`, and as older keys.
+
+    The older keys are `rope_scaling` and `rope_theta`.
+    """
     theta, scaling = {"rope_theta": options.rope.base}, None
     if options.rope.factor != 1.0:
         kind = options.rope.scaling
@@ -139,7 +142,7 @@ def _turns(options: DecoderOptions, family: str) -> JsonObject:
 def _latent(options: DecoderOptions, stated: Mapping[str, Json]) -> JsonObject:
     """Returns the latent-attention keys of DeepSeek.
 
-    Some of them replace head and RoPE keys of `stated`, the keys that `as_json` has created so far.
+    Some of them replace keys for heads and RoPE in `stated`, which contains the keys that `as_json` has created so far.
     """
     found: JsonObject = {name: values[0] for name, values in FAMILIES[DEEPSEEK].only.items()}
     found |= {"head_dim": options.latent.rope_dim, "v_head_dim": options.width_of_values, "attention_bias": False}
@@ -159,7 +162,10 @@ def _rope_layer_keys(options: DecoderOptions) -> JsonObject:
 
 
 def _gemma(options: DecoderOptions) -> JsonObject:
-    """Returns the keys of Gemma 2 and 3 for the query scale, caps of logits, and biases; a cap of 0 becomes null."""
+    """Returns the keys of Gemma 2 and 3 for the query scale, soft caps of logits, and biases.
+
+    A cap of 0, which means no cap, becomes null.
+    """
     return {
         "query_pre_attn_scalar": options.attention_scalar or options.width_of_head,
         "attn_logit_softcapping": options.attention_cap or None,
@@ -169,7 +175,10 @@ def _gemma(options: DecoderOptions) -> JsonObject:
 
 
 def _experts(options: DecoderOptions, family: str) -> JsonObject:
-    """Returns the keys of a mixture-of-experts family (not DeepSeek) that have the same values in every export."""
+    """Returns the keys of a mixture-of-experts family (not DeepSeek) whose values are constant.
+
+    The options of a decoder do not change these values, such as `output_router_logits` = False.
+    """
     stated: JsonObject = {"output_router_logits": False}
     if family != "qwen3_moe":
         return stated | ({"router_jitter_noise": 0.0} if family == "mixtral" else {})
@@ -191,13 +200,13 @@ def _window(options: DecoderOptions, family: str) -> JsonObject:
 
 
 def _both_ropes(original: Mapping[str, Json], stated: Mapping[str, Json]) -> JsonObject:
-    """Returns the original config.json without its quantization, and without null RoPE keys.
+    """Returns the original config.json without its quantization, and without RoPE keys whose value is null.
 
-    A null would replace an exported RoPE key in `stated`.
+    The original's values replace exported values, so a null would remove the exported RoPE settings.
 
     Args:
       original: the config.json of the folder that the model was imported from.
-      stated: the exported keys.
+      stated: the exported keys and values, without the original.
     """
     kept = {key: value for key, value in original.items() if key != QUANTIZED}
     if kept.get("rope_parameters") is None:

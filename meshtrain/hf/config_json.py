@@ -145,7 +145,11 @@ def _separate_head(folder: Path, model: Described) -> str:
 
 
 def notes(directory: str | Path, model: Described) -> list[str]:
-    """Returns one warning for each statement of config.json that the files of its folder contradict."""
+    """Returns the warnings about contradictions between a folder's config.json and its tensor files.
+
+    config.json may tie the embeddings although there is a separate output head, or state a quantization although no
+    tensor is quantized. In both cases, the tensor files take precedence.
+    """
     lines = []
     if model.separate_head:
         lines.append(
@@ -230,9 +234,9 @@ def of_json(given: Mapping[str, Json], path: Path, ignore: str | None) -> Descri
 
 
 def _most_alike(given: Mapping[str, Json], kind: str) -> str:
-    """Returns a text that names the two families most similar to an unknown model, and the keys that differ.
+    """Returns a text for an error: the two families most similar to an unknown model, and the keys that differ.
 
-    The differing keys are listed for the most similar family.
+    The keys are the keys of the model that the most similar family does not support.
 
     Args:
       given: the content of the model's config.json.
@@ -253,8 +257,8 @@ def _most_alike(given: Mapping[str, Json], kind: str) -> str:
 def _differing_keys(given: Mapping[str, Json], kind: str) -> dict[str, str]:
     """Returns the keys of a config.json that a family does not support: key -> the part of the model that it changes.
 
-    The part is `attention`, `activations`, `tensors` or `unknown`. The result is {} if `given` has only keys that do
-    not describe the text model.
+    The part is `attention`, `activations`, `tensors` or `unknown`. The result is {} if `given` describes no text model:
+    it has only `model_type` and keys of image models.
 
     Args:
       given: the content of config.json.
@@ -276,7 +280,7 @@ def _differing_keys(given: Mapping[str, Json], kind: str) -> dict[str, str]:
 
 
 def _length(given: Mapping[str, Json], key: str) -> tuple[int, list[Problem]]:
-    """Returns the maximum length in tokens that a key states (0 if absent), and an error line if it is not valid."""
+    """Returns the maximum length in tokens at a key (0 if absent or invalid), and an error line if it is invalid."""
     if given.get(key) is None:
         return 0, []
     with contextlib.suppress(ValueError):
@@ -294,8 +298,8 @@ def differences(
     Args:
       ours: the decoder options of the run.
       theirs: the decoder options of the folder.
-      sequence_length: the sequence length of the run in tokens: the number of learned positions if `max_positions` is
-        0.
+      sequence_length: the sequence length of the run in tokens, which sets the number of learned positions if the
+        option `max_positions` is 0.
       directory: the path of the folder, for error lines.
     """
     return [
@@ -310,12 +314,13 @@ def differences(
 
 
 def differing(ours: DecoderOptions, theirs: DecoderOptions, sequence_length: int) -> dict[str, tuple[Value, Value]]:
-    """Returns the options that differ and change the results of the same weights: key -> (our value, their value).
+    """Returns the differing options with which the same weights give other results: key -> (our value, their value).
 
     Args:
       ours: decoder options.
       theirs: the decoder options to compare with.
-      sequence_length: the number of learned positions if `max_positions` is 0.
+      sequence_length: the sequence length of training in tokens, which sets the number of learned positions if the
+        option `max_positions` is 0.
     """
     idle = options.unused(ours, "").keys() & options.unused(theirs, "")
     names = [name for name in flags.flatten(_DEFAULTS) if name not in (*_FREE, *idle)]
@@ -433,7 +438,7 @@ def _unsupported_keys(given: Mapping[str, Json], kind: str) -> list[Problem]:
 
 
 def in_no_table(given: Mapping[str, Json]) -> list[str]:
-    """Returns the keys of a config.json that no table lists, so that they may or may not change the results."""
+    """Returns the keys of a config.json that no table lists: it is unknown whether they change the results."""
     known = HARMLESS | DIFFERENT.keys()
     return [key for key in given if given[key] is not None and not (key in known or key.startswith("unsloth_"))]
 
@@ -443,7 +448,8 @@ def _strange(given: Mapping[str, Json], ignore: str) -> list[Problem]:
 
     Args:
       given: the content of config.json.
-      ignore: keys, comma separated; `tokenizer.json` is accepted, too.
+      ignore: the keys that the user wants to ignore, comma separated. It may also contain `tokenizer.json`, which is no
+        key and causes no error here.
     """
     strange, ignored = in_no_table(given), [key.strip() for key in ignore.split(",") if key.strip()]
     why = "keys that meshtrain understands; the effect of this key is unknown"
@@ -463,7 +469,10 @@ def _strange(given: Mapping[str, Json], ignore: str) -> list[Problem]:
 
 
 def _contradictions(shape: DecoderOptions, family: Family) -> list[Problem]:
-    """Returns an error line for each required size of 0, and for each impossible combination of decoder options."""
+    """Returns an error line for each required size that is 0, and for each impossible combination of decoder options.
+
+    `shape` contains the decoder options that config.json states.
+    """
     sizes = flags.flatten(shape)
     needed = {key: name for key, name in family.fields.items() if name in _NEEDED and not sizes[name]}
     found = [Problem(key, got=0, allowed="at least 1", nearest=PUBLISHED) for key in needed]

@@ -127,8 +127,8 @@ def special_token_files(
     """Returns name -> content of the files that record the run's special tokens; they replace the copied files.
 
     Args:
-      ids: `eos_token_id` and other ids of special tokens, as in config.json; empty: generation_config.json is not in
-        the result.
+      ids: `eos_token_id` and other ids of special tokens, as in config.json. If it is empty, the result does not
+        contain generation_config.json.
       chosen: new values of the tokenizer's settings, such as `eos_token`; None removes a setting. Empty: the files
         of settings are not in the result.
       original: the folder that the model was imported from; None if the model was not imported.
@@ -225,7 +225,7 @@ def write_file(path: Path, shapes: Mapping[str, Sequence[int]], arrays: Iterable
 
 
 def on_host(leaf: jax.Array, *index: int) -> np.ndarray:
-    """Copies an array, or the slice at `index` (layer, expert), to the host."""
+    """Returns a numpy copy of an array, or of its slice at `index`: (layer,) or (layer, expert)."""
     return np.asarray(_part(leaf, index))
 
 

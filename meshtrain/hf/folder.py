@@ -299,10 +299,11 @@ def array(
     Args:
       views: the tensor at each index of the leaf's stacked dims, in row-major order.
       leaf: the shape, dtype and sharding of the array.
-      advance: a function that is called with the bytes of each shard after the shard is read.
+      advance: number of bytes -> None, for a progress bar; called with the size of each shard after it is read.
       stack: the sizes of the stacked dims, which are the leading dims of the leaf: (layers, experts), (layers,) or ().
-      names: the names of the views.
-      not_finite: gets the names of views with NaN or infinity in this leaf's dtype as keys; None skips this check.
+      names: the names of the tensors in `views`, for `not_finite`.
+      not_finite: a dict to which the names of tensors are added that contain NaN or infinity in this leaf's dtype; None
+        skips this check.
     """
     shards = []
     for spans, devices in _by_index(leaf).items():
@@ -323,5 +324,5 @@ def array(
 
 
 def _fill(target: np.ndarray, source: np.ndarray) -> None:
-    """Copies `source` into the start of each dim of `target`; the remaining entries pad the vocabulary."""
+    """Copies `source` into the leading part of `target`, which may be larger; the other entries pad the vocabulary."""
     target[tuple(slice(0, length) for length in source.shape)] = source

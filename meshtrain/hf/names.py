@@ -271,7 +271,9 @@ def weights(family: str, options: DecoderOptions) -> list[Weight]:
 
 
 def table_and_head(family: str, options: DecoderOptions, names: Collection[str]) -> tuple[str, str]:
-    """Returns the tensor names of the embedding table and of a separate output head, as these files would spell them.
+    """Returns the tensor names of the embedding table and of a separate output head, with the files' prefix.
+
+    The files need not have an output head.
 
     Args:
       family: a key of `families.FAMILIES`.
@@ -284,7 +286,7 @@ def table_and_head(family: str, options: DecoderOptions, names: Collection[str])
 
 
 def as_in_files(table: Sequence[Weight], names: Collection[str]) -> list[Weight]:
-    """Returns the table with the names and layouts that the files use.
+    """Returns the table with its tensor names and layouts adapted to the files.
 
     Files vary: old GPT-2 files have no prefix, and multimodal files have another prefix. Some MoE files have one tensor
     for all experts of a layer, some of them in 4 bits.
@@ -375,8 +377,8 @@ def tensor_name(weight: Weight, place: tuple[int, ...], size: Mapping[str, int])
 
     Args:
       weight: the table row of the weight.
-      place: the index in the dims `stack`: (layer, expert), (layer,) or (). In the name, repeated layers are numbered
-        after the dense layers.
+      place: the index in the dims that `stack` returns: (layer, expert), (layer,) or (). The first repeated layer has
+        index 0 here, but the name numbers repeated layers after the dense layers.
       size: letter -> size, from `sizes`.
     """
     first = size["K"] if weight.stacks.startswith("L") else 0
@@ -384,7 +386,7 @@ def tensor_name(weight: Weight, place: tuple[int, ...], size: Mapping[str, int])
 
 
 def by_tensor(table: Sequence[Weight]) -> list[list[Weight]]:
-    """Groups the rows of a table: the weights of a group are in the same tensors."""
+    """Returns the rows of a table in groups: the weights of one group are stored in the same tensors."""
     rows = collections.defaultdict(list)
     for weight in table:
         rows[weight.name, weight.stacks].append(weight)
@@ -392,7 +394,7 @@ def by_tensor(table: Sequence[Weight]) -> list[list[Weight]]:
 
 
 def shape_in_file(weight: Weight, size: Mapping[str, int]) -> tuple[int, ...]:
-    """Returns the shape of a tensor in a file; `size` is from `sizes`.
+    """Returns the shape in a file of a tensor that contains `weight`; `size` is the result of `sizes`.
 
     >>> shape_in_file(Weight("x", "y", "D N H", "(N H) D"), {"D": 6, "N": 2, "H": 4})
     (8, 6)

@@ -106,7 +106,7 @@ def rotary(given: Mapping[str, Json], kind: str) -> tuple[Values, list[Problem]]
 
 
 def _in_half(kind: str, problem: Problem) -> Problem:
-    """Returns a problem with `kind` inserted into its key after `rope_parameters.`, such as `full_attention`."""
+    """Returns a copy of a problem whose key has `kind`, such as `full_attention`, after `rope_parameters.`."""
     return problem.with_parts(key=problem.key.replace("rope_parameters.", f"rope_parameters.{kind}."))
 
 
@@ -163,7 +163,7 @@ def rope_layers(num_layers: int, every: int) -> list[Json]:
 
 
 def _rope(given: Mapping[str, Json], family: Family) -> tuple[Values, list[Problem]]:
-    """Returns the RoPE options that one set of RoPE keys states, and an error line for each problem with them.
+    """Returns the RoPE options (dotted name -> value) in one set of RoPE keys, and an error line for each problem.
 
     Newer files have `rope_parameters`, older files `rope_theta` and `rope_scaling`; some have both, with equal values.
     """
@@ -291,7 +291,7 @@ def _common_window(given: Mapping[str, Json], kind: str) -> tuple[Values, list[P
 
 
 def _layer_kinds(given: Mapping[str, Json], window: Json) -> set[str]:
-    """Returns the set of attention kinds, WINDOWED and FULL, that occur in the layers of a config.json.
+    """Returns the set of attention kinds, WINDOWED or FULL, that occur in the layers of the model.
 
     If `layer_types` is absent, the layers from `max_window_layers` on have a window, and the layers before are full.
     `window` is the size of the window in tokens; None: no layer has a window.

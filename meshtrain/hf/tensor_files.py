@@ -169,7 +169,7 @@ def warn_not_finite(place: str | Path, tensors: Collection[str]) -> None:
 
 
 def content_hash(stored: Mapping[str, Stored]) -> str:
-    """Returns a hexadecimal hash of the names, dtypes, shapes and first 4 KiB of each tensor."""
+    """Returns a hexadecimal hash of the name, dtype, shape and first 4 KiB of every tensor in `stored`."""
     digest, files = hashlib.sha256(), dict[Path, BinaryIO]()
     with contextlib.ExitStack() as opened_files:
         for name, one in sorted(stored.items()):

@@ -40,7 +40,7 @@ def refusal(key: str, value: Json, allowed: str, near: str = NO_WAY) -> Problem:
       key: the key.
       value: its value in config.json.
       allowed: a description of the supported values.
-      near: the suggested fix.
+      near: the suggested fix, printed after `nearest:`.
     """
     return Problem(key, got=text_of(value), allowed=allowed, nearest=near)
 

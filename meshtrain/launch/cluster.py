@@ -248,11 +248,11 @@ def _count(environ: Mapping[str, str], name: str) -> int:
 
 
 def _numbers(environ: Mapping[str, str], **below: int) -> list[int]:
-    """Returns the values of environment variables that contain whole numbers.
+    """Returns the values of the environment variables in `below`, which must contain whole numbers, in their order.
 
     Args:
       environ: the environment of this process.
-      below: name of each variable -> exclusive limit of its value.
+      below: name of a variable -> the exclusive upper limit of its value.
 
     Raises:
       UserError: one line for each variable that is missing, not a whole number, or not below its limit.

@@ -141,7 +141,7 @@ def devices_each(num_devices_needed: int | None, num_processes: int, is_open: bo
 def choose(
     found: Sequence[jax.Device], num_devices_needed: int | None, num_processes: int
 ) -> tuple[list[jax.Device], list[str]]:
-    """Returns the devices for the mesh, and a line to print if some devices remain unused.
+    """Returns the devices for the mesh, and lines to print: one line if some devices remain unused, else [].
 
     Args:
       found: the devices of all processes, from `jax.devices()`.
@@ -323,7 +323,7 @@ def leaves_gpus(devices: Sequence[jax.Device]) -> bool:
 
 
 def _keep_compilations() -> list[str]:
-    """Enables the persistent compilation cache; returns a line if its directory is not writable."""
+    """Enables the persistent compilation cache; returns a line to print if its directory is not writable, else []."""
     if not _setting("jax_enable_compilation_cache"):
         return []
     directory = _setting("jax_compilation_cache_dir") or CACHE

@@ -37,7 +37,13 @@ def tell_before_meeting(environ: Mapping[str, str]) -> None:
 
 
 def meet(meeting: Meeting, environ: Mapping[str, str]) -> Said:
-    """Waits for the other processes with `rendezvous.meet`; ends the reports that `tell_before_meeting` has registered.
+    """Waits until all processes of the job have registered; raises the errors of `rendezvous.meet`.
+
+    Later errors of this process are not reported by the function that `tell_before_meeting` has registered.
+
+    Args:
+      meeting: the address of process 0, the number of processes, and the number of this process.
+      environ: the environment of this process.
 
     Returns:
       Process number -> None, or the exit code and lines of a process that has ended with an error.
@@ -47,7 +53,10 @@ def meet(meeting: Meeting, environ: Mapping[str, str]) -> Said:
 
 
 def _tell(environ: Mapping[str, str], ending: JsonObject) -> None:
-    """Reports the end of this process to the other processes; waits at most 20 s for them to register.
+    """Reports the end of this process to the other processes.
+
+    Does nothing after `meet` was called, or if the exit code is not in `_TOLD`. Otherwise waits at most 20 s until the
+    other processes have registered at the rendezvous.
 
     Args:
       environ: the environment of this process.

@@ -150,7 +150,7 @@ def _say_farewell(code: int, lines: str) -> None:
 
 
 def _all_have(endings: dict[int, JsonObject], *, needs_lines: bool) -> bool:
-    """Returns whether all processes have published their end.
+    """Returns whether every connected process has published that it ends.
 
     Args:
       endings: process number -> published message.

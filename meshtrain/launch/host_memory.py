@@ -46,7 +46,7 @@ def most_bytes(proc: Path = MEMORY, groups: Path = GROUPS, own: Path = OWN_GROUP
 
 
 def _sizes(proc: Path) -> dict[str, int]:
-    """Parses the kernel's memory table; returns name -> bytes, such as `MemTotal`."""
+    """Parses the kernel's memory table, the file `proc`; returns name, such as `MemTotal` -> bytes."""
     return {key: int(size) * 1024 for key, size in re.findall(r"^(\w+):\s+(\d+) kB", _text(proc), re.MULTILINE)}
 
 

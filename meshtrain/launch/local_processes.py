@@ -55,7 +55,7 @@ class Job:
       gpus: the identifier of each process's GPU; empty on CPU.
       min_processes: the minimum number of processes with which the job may continue after a failure; 0: the job is not
         elastic and needs all processes.
-      back_seconds: the time after which a failed process takes part in a start again.
+      back_seconds: the time for which a failed process is left out of restarts, in seconds.
       full: the number of processes of the complete elastic job; 0 if the job is not elastic.
     """
 
@@ -92,7 +92,7 @@ class Workers:
             thread.start()
 
     def send(self, number: int) -> None:
-        """Sends a signal to every process that is still running."""
+        """Sends the signal `number`, such as `signal.SIGTERM`, to every process that is still running."""
         for process in self.processes:
             if process.poll() is None:
                 process.send_signal(number)
@@ -209,7 +209,7 @@ class JobMembers:
     """
 
     def __init__(self, job: Job) -> None:
-        """Makes all processes available for the first start."""
+        """Makes all processes of the complete job available for the first start."""
         self.job = job
         self.until: float | None = None
         self._back = [0.0] * job.num_processes  # when each process is available again
@@ -252,10 +252,10 @@ class JobMembers:
             self._back[self._started[index]] = time.monotonic() + self.job.back_seconds
 
     def one_less(self) -> bool:
-        """Makes the next start have one process fewer than the last start, whose number does not fit the run.
+        """Makes the next start have one process fewer than the last start, because the run did not fit that number.
 
         Returns:
-          Whether the job may continue with this number. If the number is below `min_processes`, an error is printed.
+          Whether the job may continue with one process fewer. If an elastic job may not, an error is printed.
         """
         tried = len(self._started)
         self._most = tried - 1

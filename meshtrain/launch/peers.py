@@ -49,9 +49,9 @@ def is_main_process() -> bool:
 def make_stop(start_step: int) -> Callable[[int], bool] | None:
     """Returns a function step -> whether all processes stop after this step; None for a single process.
 
-    After a process has received SIGTERM, JAX chooses the step after which all processes stop: the step that follows the
-    largest step that any process has passed to JAX, or step 1 if no process has passed a step. In a resumed run, step 1
-    of the run is in the past. So JAX gets the number of steps since the start of the process instead.
+    After a process has received SIGTERM, JAX chooses the step after which all processes stop: one more than the largest
+    step that any process has passed to JAX, or step 1 if no process has passed a step. A resumed run has step 1 already
+    completed and would never stop there. So the function passes JAX the number of steps since `start_step`.
 
     Args:
       start_step: the last completed step. Call the returned function for each following step.
@@ -69,7 +69,7 @@ def count() -> int:
 def gather_values(name: str, value: Json) -> list[Json]:
     """Returns the values of all processes, in the order of process indices.
 
-    All processes call it together, with the same sequence of names.
+    All processes call it together. They must make their calls with the same names in the same order.
 
     Args:
       name: the name of the message.
@@ -176,7 +176,7 @@ def say_finished() -> None:
 
 
 def say_ending(message: Json) -> None:
-    """Publishes the reason for which this process is about to end, any JSON value; `endings` returns it."""
+    """Publishes why this process is about to end: `message`, any JSON value, which `endings` returns everywhere."""
     _service().key_value_set(f"{_ROOM}/ending/{own_number()}", json.dumps(message), allow_overwrite=True)
 
 
@@ -209,8 +209,9 @@ def signs_of_life() -> dict[int, str]:
 class Exchange:
     """Collects numbered reports of all processes in process 0, in a thread, while its `with` block is open.
 
-    No process waits for another. Process 0 handles a report after every process has published it, so there may be a
-    delay. All processes open the same exchanges in the same order.
+    No process waits for another process. Process 0 handles the reports with one number after every process has
+    published its report with this number, so there may be a delay. All processes open the same exchanges in the same
+    order.
     """
 
     def __init__(self, name: str, complete: Callable[[int, dict[int, Json]], None]) -> None:
@@ -238,7 +239,7 @@ class Exchange:
             self._thread.join(_LAST_SECONDS)
 
     def do(self, job: Callable[[], None]) -> None:
-        """Queues a function and returns; the exchange's thread calls the queued functions in order."""
+        """Queues the function `job` and returns; the exchange's thread calls the queued functions in order."""
         self._jobs.put(job)
 
     def publish(self, number: int, report: Callable[[], Json]) -> None:

@@ -3,8 +3,8 @@
 If a process is missing, JAX ends all processes without a message that names the missing process. So process 0 first
 listens on the port that JAX will use. The other processes connect, and stay connected after process 0 has stopped
 listening, so that process 0 can name missing or hanging processes in any state of JAX. A message is one line of JSON.
-`roll_call` is used by the command `doctor`, by `meet` at the start of a run, and by `tell` for a process that cannot
-start.
+The function `roll_call` registers a process with all other processes. The command `doctor`, `meet` (at the start of a
+run) and `tell` (for a process that cannot start) call it.
 """
 
 import contextlib
@@ -100,11 +100,14 @@ def tell(meeting: Meeting, environ: Mapping[str, str], value: Json, seconds: flo
 
 
 def _answers(call: "Hub | Member", said: Said) -> Said:
-    """Closes the connection of a roll call, and returns the values of the processes.
+    """Closes the connection that `roll_call` has opened, and returns `said` unchanged.
+
+    Takes the two results of `roll_call`. Process 0 first waits a few seconds until the other processes have closed
+    their connections.
 
     Args:
-      call: the connection; process 0 waits a few seconds until the other processes have closed their connections.
-      said: process number -> value, which is returned.
+      call: the open connection to process 0; in process 0, its connections to all other processes.
+      said: process number -> the value that the process has sent.
     """
     with call:
         if isinstance(call, Hub):
@@ -115,17 +118,18 @@ def _answers(call: "Hub | Member", said: Said) -> Said:
 def roll_call(
     meeting: Meeting, environ: Mapping[str, str], value: Json, seconds: float, *, needs_all: bool
 ) -> "tuple[Hub | Member, Said]":
-    """Registers this process with all others; returns the open connection, and process number -> value.
+    """Registers this process with all other processes, and exchanges one value of each process.
 
-    Prints every 15 s which processes are missing.
+    Returns the open connection, and process number -> value. Prints every 15 s which processes are missing.
 
     Args:
       meeting: the address of process 0, the number of processes, and the number of this process.
       environ: the environment of this process.
       value: any JSON value of this process; None if it has nothing to send.
       seconds: how long to wait for the other processes.
-      needs_all: whether a missing, rejected or ended process is an error; otherwise it has no value in the result. If a
-        process has sent a value other than None, there is no error, so that all processes get this value.
+      needs_all: whether it is an error if a process is missing, was rejected or has ended. If false, the result has no
+        value for such a process. There is also no error if a process has sent a value other than None, so that the
+        other processes get this value.
 
     Raises:
       Unreachable: process 0 cannot be reached or cannot listen (`Occupied`), or this process has another process's
@@ -295,14 +299,14 @@ class Hub:
         self._server.close()
 
     def wait_for_the_end(self, seconds: float) -> None:
-        """Waits until the other processes have closed their connections, at most this number of seconds.
+        """Waits until the other processes have closed their connections, at most `seconds`.
 
         JAX would abort them if process 0 ended first.
         """
         self._pump(time.monotonic() + seconds, lambda: not any(one.is_open for one in self._own.values()))
 
     def ended(self) -> list[int]:
-        """Returns the numbers of the registered processes whose connection is closed: they have ended."""
+        """Returns the numbers of the registered processes that have ended, because their connection is closed."""
         return sorted(process for process, one in self._own.items() if not one.is_open)
 
     def has_value(self, name: str) -> bool:
@@ -467,7 +471,7 @@ class _Connection:
                 self.is_open = False
 
     def read(self) -> list[_Message]:
-        """Reads once from the socket and returns the complete messages; any other line ends the connection."""
+        """Reads once from the socket; returns the complete messages. A line that is no message ends the connection."""
         try:
             piece = self.socket.recv(2**16)
         except OSError:

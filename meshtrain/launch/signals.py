@@ -1,4 +1,4 @@
-"""Handles SIGTERM, SIGINT and SIGHUP: before the first step the program ends at once, between steps a run saves first.
+"""Handles SIGTERM, SIGINT and SIGHUP: before the first step they end the program immediately; later a run saves first.
 
 Before the first step there is nothing to save, and after the last step everything is saved. Python runs a signal's
 handler between two instructions of the main thread, which may be in a compiler for minutes. A thread notices the signal
@@ -44,7 +44,9 @@ def stops_at_signals() -> Iterator[None]:
 
 
 def over(taken: Collection[int] = ()) -> None:
-    """Restores the signal handlers from before `stops_at_signals`, and ends its thread. It may be called again.
+    """Ends the effect of `stops_at_signals`: restores the former signal handlers, and ends the thread.
+
+    A second call has no effect.
 
     Args:
       taken: signals whose handler is not restored: C code (JAX) has installed a handler that Python does not know.

@@ -1,6 +1,7 @@
-"""Ends the process from a thread, with a reason, if no step completes or another process is lost.
+"""Prints a reason and ends the process if no step completes in time, or if another process is lost.
 
-Each process has a watchdog. It publishes a heartbeat every second and reads the heartbeats of the others:
+Each process has a watchdog, a thread. The watchdog publishes a heartbeat every second and reads the heartbeats of the
+others:
 
     no step for `watchdog_seconds`             prints all stacks and the slowest processes: exit code 4
     no heartbeat of a process for LOST_SECONDS prints the process: exit code 4
@@ -129,8 +130,8 @@ class Watchdog:
     def lost(self) -> dict[int, float]:
         """Returns {process number: seconds since its last heartbeat} for the processes that count as lost.
 
-        These are the processes without a heartbeat for longer than `lost_seconds`. If process 0 does not answer, it is
-        the only entry, because it stores all heartbeats.
+        A process is lost if it has sent no heartbeat for longer than `lost_seconds`. If process 0 does not answer, the
+        result contains only process 0, because it stores all heartbeats.
         """
         now = self._now()
         if self._num_processes == 1:
@@ -141,7 +142,7 @@ class Watchdog:
         return {process: seconds for process, seconds in silent.items() if seconds > self._lost_seconds}
 
     def note(self, signs: Mapping[int, str]) -> None:
-        """Records the newest heartbeats, {process number: heartbeat}, and the time of each that has changed."""
+        """Records `signs`, {process number: newest heartbeat}, and the current time for each changed heartbeat."""
         self._answered_seconds = self._now()
         for process, sign in signs.items():
             if process not in self._signs or self._signs[process][0] != sign:

@@ -24,8 +24,9 @@ from meshtrain.step.shardings import shardings
 def refuse_other_weights(assembly: Assembly, run: Path) -> None:
     """Checks that the weights of `init_from` fit the run's model, before anything is written.
 
-    Does nothing without `init_from`, or if the run resumes from its own checkpoint. Warns if several matrices of a peft
-    folder share a factor `lora_A`, of which this run trains a copy for each matrix.
+    Does nothing without `init_from`, or if the run resumes from its own checkpoint. If several matrices of a peft
+    folder share one factor `lora_A`, this run trains a separate copy of it for each matrix; a warning then names the
+    matrices.
 
     Args:
       assembly: the run's assembly.
@@ -87,15 +88,15 @@ def read(assembly: Assembly) -> Params:
 
 
 def _loadable_params(assembly: Assembly, base: str, found: adapters.Adapters | None) -> tuple[Params, list[str]]:
-    """Returns the abstract parameters to load from `init_from`, and the paths of parameters whose dtype may differ.
+    """Returns the abstract parameters to load from `init_from`, and the tree paths of parameters to cast.
 
     The parameters are `assembly.states.kept.params`, with None for each parameter that is not loaded. If the run has
     adapters or a `Task.begin`, `init_from` may lack two kinds of parameters: adapters, and parameters that the task
     never trains. A kind is not loaded if the checkpoint contains no parameter of this kind. Neither kind is loaded from
     a peft folder, or from a Hugging Face folder if the task is not a decoder.
 
-    If `precision.frozen_dtype` is a dtype, the paths are the paths of all frozen parameters, which are cast to this
-    dtype when they are read. If it is `auto`, there are no paths.
+    If `precision.frozen_dtype` is a dtype, the second result lists all frozen parameters. Their dtype in the files may
+    differ; they are cast to this dtype when they are read. If `precision.frozen_dtype` is `auto`, the list is empty.
 
     Args:
       assembly: the run's assembly.
@@ -114,7 +115,10 @@ def _loadable_params(assembly: Assembly, base: str, found: adapters.Adapters | N
 
 
 def _with_adapters(assembly: Assembly, base: str, found: adapters.Adapters, kept: Params) -> Params:
-    """Adds the adapters of a peft folder to the base weights, or merges them into the weights if `lora.rank` is 0.
+    """Returns the base weights combined with the adapters of a peft folder.
+
+    The adapters become parameters next to the base weights. If the run has no adapters (`lora.rank` is 0), they are
+    merged into the base weights instead.
 
     Args:
       assembly: the run's assembly.

@@ -35,7 +35,11 @@ _SHOWN = 16  # digits of a hash in an error line
 
 
 def request(config: Config, task: Task) -> DataRequest:
-    """Returns a run's request to its data source: batch entries, bounds, sequence length, vocabulary size, seed."""
+    """Returns a run's request to its data source.
+
+    The request states the entries of a batch, the bounds of their values, the sequence length, the vocabulary size and
+    the seed.
+    """
     batch = entries(task, config.batch_size)
     return DataRequest(batch, limits(task), config.sequence_length, task.vocab_size, config.seed)
 
@@ -87,9 +91,10 @@ def refuse_unequal_data(config: Config, corpus: Dataset, start_step: int) -> Non
 
 
 def data_facts(config: Config, corpus: Dataset, start_step: int) -> dict[str, Json]:
-    """Returns the values by which `refuse_unequal_data` compares data: name -> count, hash of content, hash of order.
+    """Returns the values by which `refuse_unequal_data` compares the data of processes: name -> JSON value.
 
-    The hash of the order covers the examples that follow `start_step`.
+    They are the numbers of examples, hashes of their content, the tokenizer's ids, the prompts, and a hash of the order
+    of the training examples that follow `start_step`.
     """
     first_sample = next_sample(start_step, config.batch_size)
     order = order_hash(corpus.train, seed=config.seed, first_sample=first_sample)
@@ -103,7 +108,7 @@ def data_facts(config: Config, corpus: Dataset, start_step: int) -> dict[str, Js
 
 
 def with_steps(config: Config, corpus: Dataset) -> tuple[Config, str]:
-    """Replaces `num_epochs` by the equivalent `num_steps`; returns the configuration, and the change as text.
+    """Replaces `num_epochs` by the equivalent `num_steps`; returns the new configuration, and a line about the change.
 
     `num_steps` is rounded up, so the last step may start another epoch.
 
@@ -182,7 +187,7 @@ def open_files(config: Config, task: Task) -> Mapping[str, Examples] | None:
 
 
 def text_of(config: Config, task: Task) -> Tokenizer:
-    """Returns the tokenizer of a run. It opens the data only if their source is a user's function.
+    """Returns the tokenizer of a run. The data are opened only if their source is a user's function.
 
     Raises:
       UserError: a file that the tokenizer needs is missing or wrong, or the data have no tokenizer.

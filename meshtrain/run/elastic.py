@@ -81,7 +81,7 @@ def check(config: Config) -> list[Problem]:
 def refusing(num_processes: int, full: int) -> Iterator[None]:
     """Context manager: converts a UserError of the block to `TooFew` if processes are missing.
 
-    With all processes the configuration had no error, so another number of processes may help.
+    The configuration was valid with all processes, so another number of processes may be valid, too.
 
     Args:
       num_processes: the number of running processes.
@@ -122,10 +122,10 @@ def spread(
     num_devices = math.prod(mesh_shape.values())
 
     def shards(num_processes_then: int) -> int:
-        """Returns the number of parts into which the batch of an accumulation step is split on this many processes.
+        """Returns the number of parts into which `num_processes_then` processes split an accumulation step's batch.
 
-        It is the number of batch shards times the number of pipeline microbatches; 0 if these processes cannot form a
-        mesh.
+        This is the number of batch shards times the number of pipeline microbatches; 0 if so many processes cannot form
+        a mesh.
         """
         data, left = divmod(mesh_shape[DATA] * num_processes_then, num_processes)
         return 0 if left else math.prod(batch_shards(rules, {**mesh_shape, DATA: data}).values()) * in_pipeline

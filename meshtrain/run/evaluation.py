@@ -83,7 +83,7 @@ def add_sums(sums: Mapping[str, Sums]) -> Sums:
     """Adds the sums of several sets of examples; returns an empty dict if all sets are empty.
 
     Args:
-      sums: name of each set -> result of `sum_over`.
+      sums: name of each set -> the result of `sum_over` for this set.
     """
     total = Sums()
     for one in sums.values():
@@ -92,15 +92,16 @@ def add_sums(sums: Mapping[str, Sums]) -> Sums:
 
 
 def sum_over(assembly: Assembly, params: Params, examples: Examples, num_batches: int) -> Sums:
-    """Evaluates examples, each once; returns the sums of loss, metrics and weights over all of them, float64.
+    """Evaluates each example once; returns name -> sum over all examples, float64.
 
-    The keys are `loss`, `weight` (the sum of the targets' weights) and the names of metrics; see `means`. The result is
-    empty if there are no examples.
+    The names are `loss`, `weight` (the sum of the targets' weights) and the names of the metrics. `means` converts the
+    sums to means. The result is empty if there are no examples.
 
     Args:
       assembly: the run's assembly. All calls with the same assembly share one compiled evaluation step.
       params: the weights, with the shapes and shardings of `assembly.state.params`.
-      examples: the examples, in the order of `first_examples`. The last batch is padded with examples of weight 0.
+      examples: the set of examples; `first_examples` returns the order in which they are evaluated. The last batch is
+        padded with examples of weight 0.
       num_batches: the maximum number of batches to evaluate; 0: all.
     """
     config = assembly.config
@@ -123,7 +124,7 @@ def sum_over(assembly: Assembly, params: Params, examples: Examples, num_batches
 def means(sums: Sums) -> dict[str, float]:
     """Returns the mean loss and metrics as floats, from the result of `sum_over`; empty if the sums are empty.
 
-    A sum is divided by the sum of the targets' weights, unless its metric type in `metrics.py` defines another number.
+    A sum is divided by the sum of the targets' weights, unless its metric type in `metrics.py` converts it differently.
     """
     return {name: float(number_to_log(value, sums["weight"])) for name, value in sums.items() if name != "weight"}
 
@@ -144,7 +145,7 @@ def first_examples(config: Config, num_examples: int, num_batches: int) -> list[
 def first_validation(config: Config, validation: Examples) -> list[int]:
     """Returns the indices of the validation examples that an evaluation uses: `first_examples` of each validation set.
 
-    An index counts through all sets in their order.
+    Indices refer to the concatenation of all sets: the first index of a set follows the last index of the set before.
     """
     found, start = list[int](), 0
     for examples in sets_of(validation).values():

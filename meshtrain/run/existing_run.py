@@ -68,10 +68,11 @@ def configuration(
 ) -> Config:
     """Returns the configuration of the run in the workdir, changed by the command line's overrides.
 
-    The run's config.json is read, so options of its command line need not be repeated. `--config` is read only if the
-    workdir has no config.json (a bare folder of checkpoints); otherwise it only names the workdir. For a Hugging Face
-    folder, `of_folder` converts its config.json. Both kinds of folders may come from another user: `foreign` restricts
-    the paths and functions that config.json may name.
+    The configuration comes from the workdir's config.json, so options of the run's command line need not be repeated.
+    If the workdir has no config.json (a bare folder of checkpoints), the file of `--config` is read instead; otherwise
+    `--config` only names the workdir. For a bucket, the newest checkpoint contains the configuration. For a Hugging
+    Face folder, `of_folder` converts its config.json. A workdir or folder may come from another user: `foreign`
+    restricts the paths and functions that its config.json may name.
 
     Args:
       arguments: the parsed command line, from `flags.arguments`.

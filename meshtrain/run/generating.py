@@ -35,7 +35,8 @@ from meshtrain.step.shardings import shardings
 def problems_of_task(assembly: Assembly) -> list[Problem]:
     """Returns a problem if the task cannot generate text, else [].
 
-    A task without `decode` needs `logits`, and a batch that has `tokens` and only entries of `token_batch`.
+    A task with `Task.decode` can generate text. Another task needs `Task.logits`, and its batch must have the entry
+    `tokens` and no entry that `token_batch` lacks.
     """
     if assembly.task.decode is not None:
         return []

@@ -26,7 +26,12 @@ from meshtrain.step.state import TrainState
 
 
 def begin(session: Session) -> Start:
-    """Creates or restores the state while the step compiles, and writes the run's configuration into its folder.
+    """Creates or restores the training state while the step compiles; returns the state and the compiled step.
+
+    Also writes the run's configuration, its layout and the memory of a device into the run's folder.
+
+    Args:
+      session: the objects of the run.
 
     Raises:
       UserError: the arrays of the checkpoint do not match the model, all checkpoints are damaged, or a device is out of
@@ -75,8 +80,8 @@ def restore_or_initialize(assembly: Assembly, checkpoints: Checkpoints) -> tuple
 def _restore(assembly: Assembly, checkpoints: Checkpoints, step: int) -> TrainState:
     """Restores the saved state of a step, with layers in layer order; adds or drops weight averages.
 
-    If `optimizer.average` is set but the save has no averages, they start from the saved weights. If it is not set,
-    saved averages are ignored.
+    If `optimizer.average` is set but no averages were saved, the averages start from the saved weights. If
+    `optimizer.average` is not set, saved averages are ignored.
     """
     kept, has = assembly.states.kept, isinstance(assembly.states.kept.opt_state, Averaged)
     had = any(path.startswith(f"{AVERAGES}/") for path in checkpoints.shapes(step))

@@ -113,7 +113,9 @@ def scorer(assembly: Assembly) -> Score:
 def likelihoods(
     assembly: Assembly, score: Score, params: Params, texts: Sequence[tuple[Sequence[int], Sequence[int]]]
 ) -> list[Likelihood]:
-    """Returns the likelihood of each continuation after its context; windows share rows if the model allows it.
+    """Returns the likelihood of each continuation after its context, in the order of `texts`.
+
+    Texts share a row of the batch if the task's attention stays within segments.
 
     Args:
       assembly: the assembly from which `score` was made.
@@ -137,11 +139,11 @@ def likelihoods(
 
 
 def _pack_windows(cut: Sequence[Window], length: int, *, shares_rows: bool) -> tuple[FirstFitExamples, np.ndarray]:
-    """Packs windows into rows of T tokens; returns the rows, and the index of each segment's window, row by row.
+    """Packs windows into rows of T tokens; returns the rows, and for each segment, row by row, the index of its window.
 
     Args:
       cut: the windows; each becomes a segment.
-      length: T.
+      length: T, the number of tokens in a row.
       shares_rows: whether a row may contain several windows.
     """
     lengths = np.asarray([len(window.ids) for window in cut], np.int64)

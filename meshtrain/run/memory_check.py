@@ -139,14 +139,14 @@ def refuse_large_weights(assembly: Assembly) -> None:
 
 
 def bytes_needed(assembly: Assembly, room: Room) -> int:
-    """Returns the bytes of training state in this memory, for all devices that share it."""
+    """Returns the bytes of training state that all devices of `room` together store in its memory."""
     return state_bytes(assembly, with_host=room.is_host) * room.num_sharing
 
 
 def _state_fix(assembly: Assembly, room: Room, make_task: MakeTask | None, rules: Rules | None) -> str:
-    """Returns the fix for an error, as text: the first option change with which the training state fits the memory.
+    """Returns the suggested fix for an error, as text: the first option change with which the state fits `room`.
 
-    If no change is sufficient, the fix is a `plan` command for a larger cluster.
+    If no option change is sufficient, the fix is a `plan` command for a larger cluster.
     """
     config, shape = assembly.config, dict(assembly.mesh.shape)
     for change in _smaller_states(config, shape):
@@ -164,8 +164,8 @@ def _state_fix(assembly: Assembly, room: Room, make_task: MakeTask | None, rules
 def _smaller_states(config: Config, shape: Mapping[str, int]) -> Iterator[Change]:
     """Yields option changes that shrink the training state.
 
-    First come the changes of `smaller` to mesh, ZeRO level and frozen dtype, then smaller moments, then smaller moments
-    with the highest ZeRO level.
+    First come the changes of `smaller` to the mesh, the ZeRO level and the frozen dtype. Then come smaller dtypes of
+    the optimizer's moments, first without and then with the highest ZeRO level.
     """
     keys = ("mesh.", "zero.", FROZEN_DTYPE)
     yield from (change for change in smaller(config, shape) if any(key.startswith(keys) for key in change))

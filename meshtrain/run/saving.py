@@ -114,10 +114,10 @@ def finish(checkpoints: Checkpoints) -> None:
 def actions(
     assembly: Assembly, checkpoints: Checkpoints, corpus: Dataset, run: Path, start_step: int
 ) -> dict[str, Callable]:
-    """Returns the fields of `loop.Actions` that save, record evaluations, explain non-finite values, and stop early.
+    """Returns name -> function for the fields of `loop.Actions` about saves, non-finite values and early stopping.
 
-    All processes call it together. If the run resumes, early stopping continues with the evaluations in its newest
-    checkpoint.
+    All processes call this function together. If the run resumes, early stopping continues with the evaluations in its
+    newest checkpoint.
 
     Args:
       assembly: the run's assembly.
@@ -145,8 +145,9 @@ def actions(
 def has_evaluated(checkpoints: Checkpoints, options: CheckpointOptions, run: Path, step: int) -> bool:
     """Returns whether the run's metrics.jsonl has the evaluation of the step from which the run resumes.
 
-    If the process was killed between writing this row and recording its values with the checkpoint, they are recorded
-    now. All processes call it together, because the run's folder may be on one machine only.
+    A process may have been killed after it wrote this row of metrics, and before it recorded the values with the
+    checkpoint. Then this function records the values. All processes call it together, because the run's folder may be
+    on one machine only.
 
     Args:
       checkpoints: the run's checkpoints.
@@ -170,10 +171,10 @@ def higher_is_better(assembly: Assembly, metric: str) -> bool:
 
 @contextlib.contextmanager
 def open_checkpoints(assembly: Assembly, run: Path) -> Iterator[Checkpoints]:
-    """Context manager: locks the run's folder and its checkpoint folder or bucket, and opens the checkpoints to write.
+    """Context manager: locks the run's folder and its checkpoint folder or bucket, and yields the opened checkpoints.
 
-    The task defines whether a higher `best_metric` is better. If the folder is deleted during the run, files that a
-    save has written since then are removed.
+    The task defines whether a higher `best_metric` is better. If the run's folder is deleted during the block, files
+    that a save has written after the deletion are removed.
 
     Raises:
       UserError: another run uses the folder or the bucket, or it cannot be written.
@@ -300,7 +301,7 @@ def diagnosis(checkpoints: Checkpoints, state: TrainState, number: int, layer: i
     Args:
       checkpoints: the run's checkpoints.
       state: the newest training state.
-      number: the index of the loss or gradient that was not finite, from `guard.first_not_finite`.
+      number: the index of the loss or gradient that was not finite, from `loop.first_not_finite`.
       layer: the layer of this gradient; -1: unknown, or no layer.
     """
     step = checkpoints.latest_step()

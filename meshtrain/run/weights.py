@@ -29,7 +29,8 @@ def base_weights(config: Config) -> tuple[str, Adapters | None]:
     `init_from` is not a peft folder.
 
     Raises:
-      UserError: the adapters cannot be read, or their base model is not on this machine.
+      UserError: the adapters cannot be read, their base model is not on this machine, the task is not the decoder, or
+        `init_base` is set without adapters.
     """
     found = adapters.open_adapters(config.init_from) if adapters.is_folder(config.init_from) else None
     if found is None and config.init_base:
@@ -160,7 +161,7 @@ def paths(directory: str | Path) -> list[str]:
     """Returns the tree paths of arrays in a workdir's newest checkpoint, or of the weights in a Hugging Face folder.
 
     Args:
-      directory: a workdir, its directory `checkpoints`, or a Hugging Face folder, without `weights_problems`.
+      directory: a workdir, its directory `checkpoints`, or a Hugging Face folder; `weights_problems` returns [] for it.
     """
     if hf_config.is_described(directory):
         return [weight.path for weight in hf_folder.open_folder(directory, ignore=None).table]
@@ -172,7 +173,7 @@ def refuse_other_params(directory: str | Path, abstract_params: Params, rounded:
     """Checks that saved weights have a model's shapes, and in a workdir also its dtypes; reads no array.
 
     Args:
-      directory: a workdir, its directory `checkpoints`, or a Hugging Face folder, without `weights_problems`.
+      directory: a workdir, its directory `checkpoints`, or a Hugging Face folder; `weights_problems` returns [] for it.
       abstract_params: the model's parameters, a pytree of jax.ShapeDtypeStruct.
       rounded: tree paths of weights whose dtype may differ from the saved dtype.
 
@@ -197,7 +198,7 @@ def restore_params(
     """Reads weights onto the shardings of `abstract_params`. All processes call it together.
 
     Args:
-      directory: a workdir, its directory `checkpoints`, or a Hugging Face folder, without `weights_problems`.
+      directory: a workdir, its directory `checkpoints`, or a Hugging Face folder; `weights_problems` returns [] for it.
       step: the step of the checkpoint; None: the newest undamaged checkpoint.
       abstract_params: a pytree of jax.ShapeDtypeStruct with shardings, layers in layer order.
       rounded: tree paths of weights to cast if their saved dtype differs; weights of a Hugging Face folder are always

@@ -173,7 +173,7 @@ def lock(run: Path) -> Iterator[Callable[[], str]]:
 
 
 def _lost(run: Path, folder: int | None) -> str:
-    """Returns an error line if the run's folder was deleted or replaced since this process opened it, else ''.
+    """Returns an error line if the run's folder was deleted, replaced or emptied since this process opened it, else ''.
 
     Args:
       run: the run's folder.
