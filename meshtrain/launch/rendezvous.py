@@ -157,11 +157,7 @@ def roll_call(
             if isinstance(reason, Refused) or (member and member.has_answer):
                 raise
             own = f"{next(filter(environ.get, _NUMBERS))}={meeting.index}"
-            why = (
-                f": another program answers, or a job that already has a process with {own}"
-                if member
-                else f": {reason}"
-            )
+            why = f": another program answers, or a job that already has {own}" if member else f": {reason}"
             if (left := begun + seconds - time.monotonic() - _RETRY_SECONDS) <= 0:
                 raise Unreachable(f"waited {line([0], why)}") from None
             say([0], why)

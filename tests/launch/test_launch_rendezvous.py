@@ -262,7 +262,7 @@ def test_one_that_comes_when_all_have_met_says_so_and_disturbs_nobody(capsys, so
         threads.submit(hangs_up)
         said = refusal(second)
         server.shutdown(socket.SHUT_RDWR)
-    assert "another program answers, or a job that already has a process with JAX_PROCESS_ID=1" in said
+    assert "another program answers, or a job that already has JAX_PROCESS_ID=1" in said
 
 
 def test_one_that_ends_meanwhile_ends_all(threads, soon):

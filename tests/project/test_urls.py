@@ -20,8 +20,8 @@ pytestmark = pytest.mark.quick
 URL = "gs://bucket/one"
 LINE = f"got '{URL}', a URL; allowed: a path on this machine; nearest: mount or copy it"
 S3 = "s3://bucket/one"
-S3_LINE = f"got '{S3}', a URL; allowed: a path on this machine, gs://; nearest: s3fs BUCKET /mnt/BUCKET, and the path "
-S3_LINE += "below it"
+S3_LINE = f"got '{S3}', a URL; allowed: a path on this machine, gs://; nearest: s3fs BUCKET /mnt/BUCKET, then the path "
+S3_LINE += "in that folder"
 TAKE_BUCKETS = {
     *("init_from", "checkpoint.directory", "data.path", "data.validation_path", "prepare --path"),
     *("evaluate --workdir", "generate --workdir", "hf --workdir", "verify DIR"),
