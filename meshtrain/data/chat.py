@@ -167,8 +167,9 @@ def open_chat(options: DataOptions, asked: DataRequest) -> Dataset:
     """Opens fine-tuning data as packed training and validation examples.
 
     Args:
-      options: `path`, `tokenizer`, `chat_template`, `end_token`, `loss_on` and `validation_fraction`.
-      asked: the request of the run; its batch must have an entry `weights`.
+      options: the data options; the source `chat` reads `path`, `tokenizer`, `chat_template`, `end_token`, `loss_on`
+        and `validation_fraction`.
+      asked: the run's requirements for its data; the batch must have an entry `weights`.
 
     Raises:
       UserError: a line of a file is invalid, the tokenizer or the task does not fit, or a split has no answer.
@@ -223,13 +224,13 @@ def open_whole(
     Only tokens of answers are targets. A warning counts the truncated and the dropped lines of a file.
 
     Args:
-      options: `tokenizer`, `chat_template`, `end_token` and `loss_on`.
+      options: the data options, of which `tokenizer`, `chat_template`, `end_token` and `loss_on` are read.
       files: the files of `data.path`.
       tokenizer: the tokenizer of the options.
-      asked: the request of the run.
+      asked: the run's requirements for its data, such as the sequence length and the vocabulary size.
 
     Raises:
-      UserError: an error line for each problem of the files, and for each file without an answer.
+      UserError: has one line for each problem of the files, and for each file without an answer.
     """
     examples, empty = dict[str, FirstFitExamples](), Problems()
     for path in files:
@@ -257,7 +258,7 @@ def lines_of(
     """Reads the lines of files and formats them as text.
 
     Args:
-      options: `tokenizer`, `chat_template` and `loss_on`.
+      options: the data options, of which `tokenizer`, `chat_template` and `loss_on` are read.
       files: .jsonl or .parquet files, perhaps compressed.
       tokenizer: the tokenizer of the options.
       vocab_size: the model's vocabulary size; all ids must be below it.

@@ -69,7 +69,7 @@ def tokenizer_for(options: DataOptions, vocab_size: int) -> Tokenizer:
     """Returns the tokenizer of a data source without reading the data.
 
     Args:
-      options: `source`, `path`, `tokenizer` and the options of special tokens.
+      options: the data options, of which `source`, `path`, `tokenizer` and the options of special tokens are read.
       vocab_size: the model's vocabulary size, which is also the vocabulary size of synthetic data.
 
     Raises:
@@ -126,7 +126,7 @@ def _texts(options: DataOptions, files: Sequence[Place]) -> list[list[str]]:
     """Reads the documents of text files; returns a list of documents for each file.
 
     Raises:
-      UserError: one error line for each file that cannot be read, and for each line or row without a document.
+      UserError: has one line for each file that cannot be read, and for each line or row without a document.
     """
     problems, texts = Problems(), list[list[str]]()
     for path in files:
@@ -203,10 +203,10 @@ def open_corpus(options: DataOptions, asked: DataRequest) -> Corpus:
 
     Args:
       options: the options of the source, with one source in `path`.
-      asked: the request of the run.
+      asked: the run's requirements for its data, such as the sequence length and the vocabulary size.
 
     Raises:
-      UserError: an error line for each problem: the data are missing, empty, unreadable, not UTF-8, too short for one
+      UserError: has one line for each problem: the data are missing, empty, unreadable, not UTF-8, too short for one
         sequence, or have ids outside the vocabulary.
     """
     files = check_files(options)
@@ -245,10 +245,10 @@ def open_parts(
     Args:
       open_one: a function that opens one source or set, such as `open_corpus`.
       options: the options of the sources; `path` may be a mixture.
-      asked: the request of the run.
+      asked: the run's requirements for its data, such as the sequence length and the vocabulary size.
 
     Raises:
-      UserError: an error line for each problem of each source or set.
+      UserError: has one line for each problem of each source or set.
     """
     parts, problems = named_parts(options.path, options.validation_path)
     if problems and options.path:  # some sources read no files
@@ -356,10 +356,10 @@ def open_whole(options: DataOptions, asked: DataRequest) -> Mapping[str, Example
 
     Args:
       options: the options of `text`, `tokens` or `chat` data.
-      asked: the request of the run.
+      asked: the run's requirements for its data, such as the sequence length and the vocabulary size.
 
     Raises:
-      UserError: an error line for each problem of the files, and for each file without a document of two tokens.
+      UserError: has one line for each problem of the files, and for each file without a document of two tokens.
     """
     files, vocab_size = check_files(options), asked.ids_below
     tokenizer, texts = tokenizer_for(options, vocab_size), list[list[str]]()

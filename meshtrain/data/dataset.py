@@ -55,8 +55,8 @@ def open_user_data(
       num_eval_batches: number of batches in an evaluation; 0: all validation examples.
 
     Raises:
-      UserError: one line for each missing or invalid attribute, and for each batch entry that is missing in a checked
-        example or has a wrong shape, dtype or range. Also if an evaluation would count padding as examples.
+      UserError: has one line for each missing or invalid attribute, and for each batch entry that is missing in a
+        checked example or has a wrong shape, dtype or range. Also if an evaluation would count padding as examples.
     """
     problems = []
     for name, wanted in (("train", "a sequence of examples"), ("fingerprint", "a nonempty text")):

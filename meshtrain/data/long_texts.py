@@ -51,7 +51,9 @@ class _Unsafe(Exception):
 def batches(
     texts: Sequence[str], pieces_of: Callable[[str], Iterable[tuple[int, int]]]
 ) -> Iterator[list[tuple[int, int, int]]]:
-    """Splits texts into pieces; yields lists of pieces with about 1 M characters, as (index of the text, start, stop).
+    """Splits texts into pieces; yields lists of pieces, each piece as (index of the text, start, stop).
+
+    The pieces of a list have about 1 M characters together.
 
     Args:
       texts: the texts to tokenize. A text of up to 128 K characters is one piece.

@@ -99,6 +99,8 @@ class TokenStream:
     def ends_documents(self, start: int, tokens: np.ndarray) -> np.ndarray:
         """Returns a mask of the tokens that end a document, bool [number of tokens].
 
+        The mask is false for an end token inside a document.
+
         Args:
           start: position of the first token in the stream.
           tokens: int32 [number of tokens], the tokens from this position on.

@@ -60,7 +60,7 @@ def _groups(files: Iterable[Place], text_field: str) -> Iterator[tuple[list[str]
       text_field: the field of a line, or the column of a table, that contains the document.
 
     Raises:
-      UserError: one line for each problem, after all files are read; or all documents are empty.
+      UserError: has one line for each problem, after all files are read; or all documents are empty.
     """
     texts: list[str] = []
     size = num_bytes = num_documents = num_with_text = 0
@@ -413,7 +413,7 @@ def _write_each(
       folder: the folder of the token files, created if it is missing.
       overwrite: whether existing token files are replaced.
       text_field: the field of a line, or the column of a table, that contains the document.
-      write: the function `_write` with its common arguments.
+      write: the function `_write`, with the arguments that are the same for all files already bound.
 
     Returns:
       `described` with the total counts of all token files.

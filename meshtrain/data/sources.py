@@ -104,7 +104,7 @@ class DataOptions:
 
 @dataclasses.dataclass(frozen=True)
 class DataRequest:
-    """The requirements of a run for the examples of its data source.
+    """The requirements of a run for its data, which a data source gets when it is opened.
 
     Attributes:
       batch: name -> entry of the global batch, an object with shape [B, ...] and dtype.
@@ -131,15 +131,15 @@ class Source:
     """The functions and options of a built-in data source. `data.source` selects the source by name.
 
     Attributes:
-      open: (options, request of a run) -> the dataset. It raises UserError if the data are missing or invalid, or do
-        not fit the task.
+      open: (options, the run's `DataRequest`) -> the dataset. It raises UserError if the data are missing or invalid,
+        or do not fit the task.
       check: (options, whether the files must exist on this machine) -> an error line for each problem that can be
         detected before the data are opened.
       tokenizer: (options, vocabulary size of the task) -> the tokenizer; it reads no examples.
       vocab_size: options -> the vocabulary size of the data, used if the user sets no `model.vocab_size`.
       options: the frozen dataclass of the options in `config.data`; each field is an `option(default, text)`.
-      open_files: (options, request of a run) -> the examples of each file of `data.path`, by its path; None: the source
-        reads no files.
+      open_files: (options, the run's `DataRequest`) -> the examples of each file of `data.path`, by its path; None: the
+        source reads no files.
     """
 
     open: Callable[[Options, DataRequest], Dataset]
@@ -282,7 +282,7 @@ def check_files(options: DataOptions, like: str = "") -> list[Place]:
       like: the built-in source with the same file format, for the source of an optional package; '': `options.source`.
 
     Raises:
-      UserError: an error line for each problem of the options and files; or `data.path` is a mixture.
+      UserError: has one line for each problem of the options and files; or `data.path` is a mixture.
     """
     refuse(option_problems(options, "data") + check(options, like=like))
     first, *others = named_parts(options.path, "")[0]

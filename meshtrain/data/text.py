@@ -180,7 +180,7 @@ def _find_objects(pattern: str) -> tuple[dict[Place, int], list[Problem]]:
     """Lists the objects of a bucket that a URL or a glob matches, as `find_files` does for files.
 
     Returns:
-      {object: size in bytes}, without empty objects, and error lines.
+      {object: size in bytes} without empty objects, and a list of error lines; one of the two is empty.
     """
     if lines := url_problems(_KEY, pattern):  # another scheme, after a `NAME=`
         return {}, lines
@@ -393,7 +393,7 @@ def _row_text(row: bytes | JsonObject, text_field: str) -> str:
 
 
 def only_empty(num_documents: int) -> Problem:
-    """Returns the error line for data in which all documents are empty."""
+    """Returns the error line for data that consist of `num_documents` empty documents."""
     return Problem(
         "data.path",
         got=f"only empty documents ({num_documents:,})",

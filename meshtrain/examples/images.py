@@ -177,7 +177,11 @@ def _split_by_hash(
 
 
 def check(options: ImageOptions, reads_data: bool) -> list[Problem]:
-    """Returns an error line for each invalid data option, and, if `reads_data`, for each invalid header of a file."""
+    """Returns an error line for each invalid option of the sources `digits` and `idx`.
+
+    If `reads_data` is true, the headers of the image and label files are read, and there is an error line for each
+    invalid file.
+    """
     inputs = ("path", "validation_path") if options.source == "idx" else ()
     urls = url_problems_of(options) if inputs else []
     problems = unread(options, inputs, lambda path: "idx") + fraction_problems(options) + urls

@@ -120,7 +120,7 @@ def in_chat(prompts: Sequence[Prompt], template: ChatTemplate, special: SpecialT
       special: the special tokens of the tokenizer.
 
     Raises:
-      UserError: one line for each conversation that the template rejects.
+      UserError: has one line for each conversation that the template rejects.
     """
     problems, found = Problems(), []
     for prompt in prompts:
@@ -144,8 +144,8 @@ def encode_prompts(prompts: Sequence[Prompt], tokenizer: Tokenizer, vocab_size: 
       decode: the task's functions for generation, with the model's limits on the number of tokens.
 
     Raises:
-      UserError: one line for each prompt that cannot be encoded, has no tokens, has ids outside of the vocabulary, or
-        has more tokens than the model has positions.
+      UserError: has one line for each prompt that cannot be encoded, has no tokens, has ids outside of the vocabulary,
+        or has more tokens than the model has positions.
     """
     problems, tokens = Problems(), list[list[int]]()
     for text, where, _, is_templated in prompts:

@@ -105,13 +105,13 @@ def casts_first(options: RematOptions, placement: Placement) -> bool:
 
 
 def gathers_early(options: RematOptions, placement: Placement, *, splits_sequence: bool) -> bool:
-    """Returns whether XLA may gather weights of the next layer during the loop iteration of one layer.
+    """Returns whether XLA may start the gathers of the next layer during the loop iteration of the current layer.
 
-    An early gather overlaps with computation. The result is false in one case, in which an early gather costs more than
-    it saves: no weights are gathered, the sequence is sharded (sequence parallelism), and the backward pass recomputes
-    the output of attention. XLA would then move the gather of the second norm's output to the previous iteration of the
-    backward pass. This norm depends on the output of attention, so XLA would compute and scatter the output of
-    attention twice, once for the moved gather.
+    An early gather of weights overlaps with computation. The result is false only if no weights are gathered, the
+    sequence is sharded between matmuls, and the backward pass recomputes the output of attention. In this case XLA
+    would move the gather of the second norm's output to the previous iteration of the backward pass. This norm depends
+    on the output of attention, so XLA would compute and scatter the output of attention twice, once for the moved
+    gather.
 
     Args:
       options: the recomputed activations.

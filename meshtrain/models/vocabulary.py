@@ -1,9 +1,10 @@
 """Operations over the vocabulary: the look-up of embeddings, cross-entropy, and the head that computes logits.
 
-The vocabulary may be split in two ways at once: over mesh axes from the rules, like any weight, and over a *manual*
-mesh axis `axis` (inside `jax.shard_map`; or several axes, or None), as in the stages of a pipeline. The partitioner
-inserts collectives over other axes. Inside a manual region, differentiating through a psum gives gradients that are too
-large by the size of the axis, so each backward pass in this module is derived manually.
+The vocabulary may be split in two ways at once: over mesh axes from the sharding rules, like any weight, and over a
+*manual* mesh axis inside `jax.shard_map`, such as the pipeline axis. The argument `axis` names the manual axis or axes;
+None: there is no manual axis. The partitioner inserts the collectives over axes that are not manual. Inside a manual
+region, differentiating through a psum gives gradients that are too large by the size of the axis, so each backward pass
+in this module is derived manually.
 
 b: sequences in a microbatch, T: tokens per sequence, D: embed dim, v: rows of a table or columns of logits on this
 shard of a manual axis (the complete vocabulary without a manual axis); N: tokens on one device, n: chunks, c: tokens in
@@ -389,8 +390,9 @@ def num_chunks(num_tokens: int, num_columns: int, dtype: DTypeLike, chunk: int =
       num_tokens: number of tokens on one device.
       num_columns: number of columns of logits on one device.
       dtype: dtype of the logits.
-      chunk: maximum tokens in a chunk; 0: tokens with logits of about `CHUNK_BYTES`, up to a fifth more. A number of
-        chunks that divides the tokens is preferred, up to twice the minimum number.
+      chunk: maximum number of tokens in a chunk; 0: the number whose logits take about `CHUNK_BYTES`, or up to a fifth
+        more. If possible, the number of chunks is increased, up to twice the minimum, so that it divides the number of
+        tokens.
     """
     wanted = chunk or max(1, CHUNK_BYTES // (num_columns * jnp.dtype(dtype).itemsize))
     least = math.ceil(num_tokens / min(wanted, num_tokens))

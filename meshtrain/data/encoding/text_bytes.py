@@ -53,7 +53,7 @@ def bytes_of_ids(loaded: "tokenizers.Tokenizer", end_id: int, vocab_size: int, b
 
 
 def _decoders(decoder: Json) -> set[str]:
-    """Returns the type of a tokenizer.json's decoder, and the types of the decoders nested in it."""
+    """Returns the types of a tokenizer.json's decoder and of the decoders nested in it; empty without a decoder."""
     if not decoder:
         return set()
     inner = decoder["decoders"] if "decoders" in decoder else []
@@ -98,7 +98,7 @@ def blank_in_bytes(ids: Sequence[int], vocab: Mapping[str, int]) -> tuple[int, .
     Llama 2 writes a blank as `▁`. A vocabulary of this kind without a piece for `▁` uses the three bytes of `▁`.
 
     Args:
-      ids: the ids of the text `a a`.
+      ids: the ids of the text `a a`, which contains the blank to examine.
       vocab: piece -> id.
     """
     pieces = {index: piece for piece, index in vocab.items()}
@@ -116,7 +116,7 @@ def num_added_blanks(
 
     Args:
       loaded: a `tokenizers.Tokenizer`.
-      ids: the ids of the text `a`.
+      ids: the ids that the tokenizer returns for the text `a`, perhaps with an added blank.
       vocab: piece -> id.
       blank: the ids of bytes that together encode a blank, from `blank_in_bytes`.
     """

@@ -49,7 +49,9 @@ ROUTER_SHIFT = "router_shift"  # a learned bias of the logits
 
 
 class Experts(nn.Module):
-    """A router, experts with gated mlps, and shared experts that process every token: [b, T, D] -> [b, T, D].
+    """The mixture of experts of a layer, [b, T, D] -> [b, T, D]: a router, and experts with gated mlps.
+
+    Shared experts, if the model has them, process every token.
 
     Attributes:
       options: options of the decoder.
@@ -70,8 +72,8 @@ class Experts(nn.Module):
         Args:
           x: activations [b, T, D].
           layer: int32 scalar, the layer's index in the model.
-          tokens: weights of targets and padding, for losses and metrics; None: the second result is None, as in
-            evaluation and generation.
+          tokens: the weight of each target, and which tokens are padding, for losses and metrics; None: the second
+            result is None, as in evaluation and generation.
 
         Returns:
           (results, (auxiliary loss, metrics) as for `Stages.repeated`, or None).

@@ -133,7 +133,8 @@ class Layer(nn.Module):
             rotary positions.
           documents: int32 [b, T], the document of each token; None: each sequence is one document.
           slots: for generation, the cache slots that a token attends to; None: no cache.
-          tokens: weights of targets and padding, for the losses and metrics of experts; None: neither is computed.
+          tokens: the weight of each target, and which tokens are padding, for the losses and metrics of experts; None:
+            neither losses nor metrics are computed.
 
         Returns:
           (activations, (auxiliary loss, metrics) as for `Stages.repeated`, or None).

@@ -103,7 +103,7 @@ def cost(
 def _exchange_bytes(
     options: DecoderOptions, itemsize: int, again: float, mesh_shape: Mapping[str, int], units: float
 ) -> float:
-    """Returns the bytes that a device sends for attention along the context axis in one layer; 0 if its size is 1.
+    """Returns the bytes that a device sends along the context axis for attention in a layer; 0 if the axis has size 1.
 
     Args:
       options: options of the decoder.
