@@ -26,7 +26,7 @@ _LINES_INCHES = (9.0, 3.6)  # size of a line chart in a separate file
 
 
 def svg(figure: "Figure", what: str) -> str:
-    """Returns a figure as an SVG element of an HTML page; text in the figure remains text.
+    """Returns a figure as an SVG element of an HTML page; its labels are SVG text, not outlines of letters.
 
     Args:
       figure: a matplotlib figure.

@@ -199,7 +199,7 @@ class OwnTimes:
         self._exchange.do(lambda: self._measure(own, result))
 
     def exchange(self, step: int, values: Mapping[str, Json], say: Callable[[str], None]) -> dict[str, float | None]:
-        """Publishes this process's timings at a logged step, and returns the findings about earlier steps.
+        """Publishes this process's timings at a logged step; returns metrics about a process slow at earlier steps.
 
         Args:
           step: the number of the logged step.
@@ -208,8 +208,8 @@ class OwnTimes:
             of the slow process have changed.
 
         Returns:
-          The entries of `Slow.values` for the row of metrics; empty if no process is slow. Only process 0 gets
-          entries.
+          `Slow.values` of the slow process, to add to the row of metrics; {} if no process is slow, and always {} in
+          processes other than 0.
         """
         if "step_seconds" in values:
             own = Times(*(values[name] for name in _MEASURED))

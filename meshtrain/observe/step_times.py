@@ -90,9 +90,9 @@ class StepClock:
             self._free_since_seconds += seconds
 
     def dispatching(self) -> None:
-        """Counts the time since the clock last waited for a step, minus the wait for data, as host time.
+        """Adds the host's work before a step to the host time. Call this method before each step is dispatched.
 
-        Call this method before each step is dispatched.
+        The host's work is the time since the clock last waited for a step, without the wait for data.
         """
         self._host_seconds += self._now() - self._free_since_seconds
 

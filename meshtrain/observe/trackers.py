@@ -331,9 +331,9 @@ def _user_tracker(options: ObserveOptions, directory: pathlib.Path, resume_step:
 class WandB:
     """Writes rows of metrics to a Weights & Biases run.
 
-    W&B's files are in the folder `wandb/` of the run; with WANDB_MODE=offline no data leaves the machine. Rows contain
-    their step as a value, which is the x axis of the curves. The step counter of W&B can only increase, and would drop
-    the steps that a resumed run repeats.
+    W&B's files are in the folder `wandb/` of the run; with WANDB_MODE=offline no data leaves the machine. Each row
+    contains its step as an additional metric, which is the x axis of the curves. W&B's step counter is not used: it can
+    only increase, so W&B would drop the steps that a resumed run repeats.
     """
 
     def __init__(self, directory: pathlib.Path, resume_step: int = 0) -> None:

@@ -107,9 +107,9 @@ class Plan:
 
     @property
     def recomputed_share(self) -> float | None:
-        """Share of the compiled FLOPs beyond the model's FLOPs, both with full attention; None if either is unknown.
+        """(compiled FLOPs - model FLOPs) / compiled FLOPs, both with full attention; None if either is unknown.
 
-        The additional FLOPs are recomputation, or work in a pipeline's idle clock ticks.
+        The difference is recomputation, or work in a pipeline's idle clock ticks.
         """
         if self.work is None or self.model_flops is None or not self.work.full:
             return None

@@ -95,7 +95,7 @@ def _with_assembly(
 
 
 def ends_early(config: Config, name: str) -> bool:
-    """Returns whether other processes can compile the steps, each of which ends when XLA has dumped the program.
+    """Returns whether steps can be compiled in other processes, which end as soon as XLA has dumped the program.
 
     This requires a GPU cluster, one of the jax versions in `COMPARED`, and a step without an extension. JAX must not be
     initialized in this process yet, because a forked process would lack JAX's threads.

@@ -195,9 +195,9 @@ def _job() -> ModuleType:
 def _as_job(
     arguments: argparse.Namespace, exchange: _Exchange, num_processes: int, shared: Sequence[Finding]
 ) -> list[Finding]:
-    """Checks the job itself: the errors that it would raise, its configuration in all processes, JAX, collectives.
+    """Returns findings about the job itself: errors that it would raise, and differences of its configuration.
 
-    JAX runs only if there are no errors.
+    If there are no errors, also starts JAX in all processes, and returns findings about devices and collectives.
 
     Args:
       arguments: the parsed command line.

@@ -38,7 +38,7 @@ class Log:
       curves: metric -> its curve, in the order of their first rows; metrics without any number are left out.
       unit: the name of the counted units, such as tokens or images; empty if the log does not state it.
       units_per_step: number of units per step; 0 if the log does not state it.
-      clock: seconds since the run's first start, over the steps whose time is known; may be empty.
+      clock: the seconds since the run's first start at each step whose time is known; may have no steps.
     """
 
     curves: Mapping[str, Curve]

@@ -116,7 +116,7 @@ def _is_count(values: Mapping[str, object], name: str) -> bool:
 
 
 def mesh_shape(run: Run) -> dict[str, int] | None:
-    """Returns axis -> size of the mesh that a run used; None if its folder does not record a plausible mesh."""
+    """Returns axis -> size of the mesh that a run used; None if its folder does not record a valid mesh."""
     for values in (run.device, run.config):
         mesh = values["mesh"] if "mesh" in values else None
         if isinstance(mesh, dict) and mesh and all(_is_count(mesh, axis) and mesh[axis] for axis in mesh):

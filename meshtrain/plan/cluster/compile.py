@@ -164,7 +164,7 @@ def other_programs_of(compiled: Compiled) -> list[tuple[str, int, Program]]:
 
 
 def _places_for_others(file: str, function: str) -> bool:
-    """Returns whether a function is a helper, for whose operations reports show the source line of the helper's caller.
+    """Returns whether a function is a helper: reports attribute a helper's operations to the line of its caller.
 
     Helpers add sharding constraints, run loops, multiply in float8, or gather weights and sequences.
 

@@ -89,7 +89,7 @@ class _Weight(NamedTuple):
 
 
 def _weights(assembly: Assembly) -> list[_Weight]:
-    """Returns an entry for each parameter of the assembly's state."""
+    """Returns a `_Weight` for each parameter of the assembly's state."""
     params, replicas, shape = assembly.state.params, assembly.placed.replicas, assembly.mesh.shape
     trained = replicas.trained or jax.tree.map(lambda _: True, params)
     # The indices of parameters among all leaves of the state, because the axes of the state are a list.
@@ -106,8 +106,8 @@ def _weights(assembly: Assembly) -> list[_Weight]:
 def reduced_and_scattered(assembly: Assembly, *, only_stacked: bool = False) -> tuple[int, int]:
     """Returns the number of gradient elements on one device: (all-reduced over data, reduce-scattered over data).
 
-    At ZeRO level 3, gradients of weights that data splits are in neither number. Both are 0 if an extension, such as
-    local SGD, sends no gradients between replicas.
+    At ZeRO level 3, neither number includes the gradients of weights that are sharded over data. Both numbers are 0 if
+    an extension, such as local SGD, sends no gradients between replicas.
 
     Args:
       assembly: the assembled step.
@@ -130,8 +130,8 @@ def _bytes_over_data(assembly: Assembly) -> float:
     """Returns the bytes that a device sends over data in a step, for gradients and for new weights that ZeRO gathers.
 
     Gradients are sent in `precision.reduce_dtype`, or as a custom reduction sends them. Gradients that ZeRO splits are
-    reduce-scattered once (level 1) or for each microbatch (level 2), and the parameters are gathered after the update.
-    Weights that data splits at level 3 are not included.
+    reduce-scattered once a step (level 1) or for each microbatch (level 2), and the parameters are gathered after the
+    update. At level 3, weights that are sharded over data, and their gradients, are not included.
     """
     n, replicas = assembly.mesh.shape[DATA], assembly.placed.replicas
     reduced, scattered = reduced_and_scattered(assembly)
@@ -218,10 +218,10 @@ def _by_axes(assembly: Assembly, *, only_stacked: bool = False) -> collections.C
 def wire_bytes_minimum(assembly: Assembly) -> dict[str, float]:
     """Returns axis, or axes joined by `+` -> minimum bytes that a device sends along them in a step, in mesh order.
 
-    Axes of size 1, and axes whose minimum is unknown, have no entry. Axes that store weights have one entry, joined by
-    `+`: the partitioner gathers weights over all of them together. If data is left to the partitioner, it also reduces
-    gradients over data together with them. Weights of experts are gathered over fewer axes, and then have a separate
-    entry.
+    Axes of size 1, and axes whose minimum is unknown, have no entry. All axes over which weights are sharded have one
+    common entry, joined by `+`, because the partitioner gathers a weight over all of these axes in one collective. If
+    data is left to the partitioner, the common entry includes data, because gradients are reduced in the same way.
+    Weights of experts are gathered over fewer axes, and then have a separate entry.
     """
     shape, storing = dict(assembly.mesh.shape), _storing(assembly)
     parts, known = num_microbatches(assembly.config, shape), (assembly.cost.layer_bytes, assembly.cost.other_bytes)

@@ -25,9 +25,9 @@ class Buffer:
     """A large array in the compiled program.
 
     Attributes:
-      name: the instruction that creates the array.
-      shape: its dtype and dims, as in `f32[4,8]`.
-      num_bytes: its bytes.
+      name: name of the instruction that creates the array.
+      shape: dtype and dims of the array, such as `f32[4,8]`.
+      num_bytes: size of the array in bytes.
       source: `file:line` of the Python code that created the instruction; empty if unknown.
     """
 

@@ -132,7 +132,8 @@ def _inside(
 ) -> Sent:
     """Returns the collective of an instruction other than `send`.
 
-    A collective within slices lists only devices of the first slice, so its axes follow from the mesh of one slice.
+    If the collective runs within each slice, its text lists only the devices of the first slice. Its axes are then
+    found in the mesh of one slice, otherwise in the complete mesh.
 
     Args:
       line: the instruction.
@@ -207,7 +208,7 @@ def _overlaps(body: Sequence[Instruction], start: int, products: set[str]) -> bo
 
 
 def _asynchronous_bodies(program: Program, products: set[str]) -> dict[str, bool]:
-    """Returns name of each computation that an `async-start` runs -> whether matrix products overlap it.
+    """Returns name of each computation started by an `async-start` -> whether matrix products run until it is done.
 
     Args:
       program: the parsed program.
@@ -303,9 +304,9 @@ def sent_along(rows: Iterable[Traffic], axes: str) -> float:
 
 
 def traffic(found: Iterable[Collective]) -> list[Traffic]:
-    """Returns a row for all collectives with the same axes and kind, with the sums of their counts and bytes.
+    """Returns a row for each combination of axes and kind, with the sums of its collectives' counts and bytes.
 
-    Rows with most wire bytes come first.
+    The rows are sorted by wire bytes, largest first.
 
     Args:
       found: the collectives of a program.

@@ -77,7 +77,7 @@ class Instruction:
 
     @property
     def is_asynchronous(self) -> bool:
-        """Whether the instruction starts an operation that other work may overlap until its done instruction."""
+        """Whether the instruction only starts an operation; other work may run until the matching done instruction."""
         return self.opcode == "send" or (self.opcode.endswith("-start") and '"is_sync":true' not in self.rest)
 
     def attribute(self, name: str) -> str | None:

@@ -165,7 +165,7 @@ class Window:
     Attributes:
       size: number of elements of the window.
       stride: distance between the windows of neighboring outputs.
-      low: number of padding elements before the left operand.
+      low: number of padding elements before the first element of the left operand.
       left_dilation: distance between neighboring elements of the left operand.
       right_dilation: distance between neighboring elements of the window.
     """

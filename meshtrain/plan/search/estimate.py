@@ -177,7 +177,7 @@ def estimate_bytes(config: Config, shape: Mapping[str, int], weights: Weights) -
 
 
 def _cost(config: Config, shape: Mapping[str, int]) -> Cost:
-    """Returns the activation costs of one microbatch on one device of a mesh; the built task is cached."""
+    """Returns the activation costs of one microbatch on one device of a mesh; caches the task that it creates."""
     # Mesh, pipeline and microbatches do not change the task; leaving them out makes the cache effective.
     task = _task(dataclasses.replace(config, mesh=MeshOptions(), pipeline=PipelineOptions(), accumulation_steps=1))
     units = units_on_device(config, task, default_rules(config.layout), shape)
@@ -190,7 +190,7 @@ def _task(config: Config) -> Task:
 
 
 def _chunks(config: Config, shape: Mapping[str, int]) -> int:
-    """Returns the number of chunks in which a stage computes each microbatch; 1 without a pipeline."""
+    """Returns the number of chunks (groups of layers) of each pipeline stage; 1 without a pipeline."""
     return config.pipeline.num_chunks if shape[PIPELINE] > 1 else 1
 
 

@@ -98,7 +98,7 @@ def search(
 
 
 def diverse(found: list[Candidate]) -> list[Candidate]:
-    """Orders candidates for compilation: up to two of each mesh, then all others, each with the fastest estimate first.
+    """Orders candidates for compilation: the two fastest of each mesh, then all others; both groups fastest first.
 
     Args:
       found: the candidates, fastest estimate first.
@@ -113,10 +113,11 @@ def diverse(found: list[Candidate]) -> list[Candidate]:
 
 
 def chosen_of(found: list[Candidate], most: int, cluster: Cluster) -> list[Candidate]:
-    """Returns the candidates to compile: all, or if there are too many, half that surely fit and half that may fit.
+    """Returns the candidates to compile, at most `most`.
 
-    Candidates that surely fit come first. If no candidate surely fits, the candidate with the lowest estimate of memory
-    takes their place.
+    If there are more candidates than `most`, half of the result consists of candidates that surely fit in memory. They
+    come first. If there are none, the candidate with the lowest estimate of memory is used instead. The other half
+    consists of the fastest other candidates.
 
     Args:
       found: the candidates, fastest estimate first; at least one.

@@ -194,8 +194,8 @@ class Timing:
 def bandwidth(mesh: Mesh, cluster: Cluster, axis: str) -> float:
     """Returns the bytes per second that each device can send in a ring along an axis, or along axes joined by `+`.
 
-    If the ring spans several hosts (GPUs) or slices (TPUs), its devices in a host share the network adapters of all
-    these devices. On a torus of TPUs, a ring uses two links of each chip, to the two neighbors.
+    If the ring spans several hosts (GPUs) or slices (TPUs), it leaves a host through the network adapters of all its
+    devices in the host. On a torus of TPUs, a ring uses two links of each chip, to the two neighbors.
 
     Args:
       mesh: the mesh of the program.
@@ -239,13 +239,12 @@ def exchange_bandwidth(mesh: Mesh, cluster: Cluster, axis: str) -> float:
 
 
 def devices_by(mesh: Mesh, axis: str, key: str) -> dict[int, int]:
-    """Returns host -> number of the host's devices in the first group along an axis, or along axes joined by `+`.
+    """Returns index of a host (or slice) -> number of its devices in the first group along an axis, or joined axes.
 
     Args:
       mesh: the mesh of the program.
       axis: a mesh axis, or axes joined by `+`.
-      key: the attribute that numbers a device's host: `process_index`, or `slice_index` to count slices instead of
-        hosts.
+      key: the attribute of a device with this index: `process_index` for hosts, `slice_index` for slices.
     """
     names = mesh.axis_names
     chosen = [names.index(name) for name in axis.split("+") if name in names]

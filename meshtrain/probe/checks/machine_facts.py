@@ -279,7 +279,7 @@ def _version(distribution: str) -> str | None:
 
 
 def _slurm_gpus(environ: Mapping[str, str]) -> int | None:
-    """Returns the number of GPUs that Slurm allocates on this machine, if this is its only process; otherwise None."""
+    """Returns the number of GPUs that Slurm allocates on this machine; None if unknown, or with several processes."""
     tasks = environ.get("SLURM_STEP_TASKS_PER_NODE") or ""
     count = environ.get("SLURM_GPUS_ON_NODE") or ""
     return int(count) if re.fullmatch(r"1(\(x\d+\))?", tasks) and count.isdecimal() else None

@@ -131,8 +131,8 @@ def scaling(
     """Plans each strategy at each number of devices, with strong and weak scaling.
 
     Args:
-      config: the configuration to scale; its mesh fits `cluster`. Strong and weak scaling are equal on the number of
-        devices of this mesh.
+      config: the configuration to scale; its mesh fits `cluster`. With the number of devices of this mesh, strong and
+        weak scaling have the same batch.
       cluster: the cluster that defines the kind of devices and hosts.
       sizes: numbers of devices, ascending.
       assumptions: the assumptions of the time model.

@@ -52,9 +52,9 @@ class Way:
     microbatch: int
 
     def shape(self, num_devices: int) -> dict[str, int] | None:
-        """Returns mesh axis -> size; None if the number of devices is no multiple of the fixed sizes.
+        """Returns mesh axis -> size; None if the number of devices is no multiple of the product of the `fixed` sizes.
 
-        If a hybrid has fewer devices than one copy of the weights needs, its mesh is the mesh of fsdp.
+        If `hybrid` has fewer devices than one copy of the weights needs, it has the mesh of `fsdp`.
         """
         if self.name == HYBRID and num_devices < self.fixed[FSDP]:
             return dict.fromkeys(AXES, 1) | {FSDP: num_devices}
@@ -90,7 +90,7 @@ class Point:
 
     @property
     def shape(self) -> dict[str, int]:
-        """Mesh axis -> size; the number of devices must be a multiple of the strategy's fixed sizes."""
+        """Mesh axis -> size; the strategy must have a mesh for this number of devices (`Way.shape` is not None)."""
         shape = self.way.shape(self.num_devices)
         assert shape is not None
         return shape
@@ -102,7 +102,7 @@ class Basis:
 
     Attributes:
       config: the configuration.
-      num_devices: number of devices of its mesh, at which strong and weak scaling are equal.
+      num_devices: number of devices of the configured mesh, with which strong and weak scaling have the same batch.
       weights: the abstract training state of its task.
       capacity_bytes: usable memory of one device.
       devices_each: number of devices that fast links connect, see `Cluster.devices_each`.
