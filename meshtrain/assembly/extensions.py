@@ -158,13 +158,14 @@ def checked_update(
 def restoring(
     reshard: Callable[[Arrays, int], Arrays], place: str = EXTRA
 ) -> Callable[[Read, Shapes, TrainState], TrainState]:
-    """Returns a function for `Extension.restore` that adapts `TrainState.extra` to the current number of replicas.
+    """Returns a function that reads a checkpoint and converts its arrays for the current number of replicas.
 
-    The function reads a checkpoint and converts arrays [saved replicas, ...] of `extra` to [replicas, ...].
+    The function is a value for `Extension.restore`. It converts arrays [saved replicas, ...] of `TrainState.extra` to
+    [replicas, ...]. All other arrays are read unchanged.
 
     Args:
       reshard: a function (pytree of arrays [saved replicas, ...], number of replicas) -> arrays [replicas, ...].
-      place: the prefix of the paths of the arrays to convert.
+      place: selects the arrays to convert: arrays whose path in the state starts with this text.
     """
 
     def restore(read: Read, shapes: Shapes, like: TrainState) -> TrainState:
@@ -187,9 +188,9 @@ def restoring(
 
 
 def _of_replicas(num_replicas: int, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """Returns the abstract array [num_replicas, ...] in place of `leaf`, which has another number of replicas.
+    """Returns the abstract array `leaf`, [replicas, ...], with `num_replicas` as the size of its first dim.
 
-    The first dim is sharded over the data axis if the axis size divides it.
+    The first dim of the result is sharded over the data axis if the size of the axis divides `num_replicas`.
     """
     mesh = leaf.sharding.mesh
     replicas = DATA if num_replicas % mesh.shape[DATA] == 0 else None

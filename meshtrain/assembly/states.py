@@ -74,7 +74,8 @@ def abstract_batch(batch: Mapping[str, Entry], rules: Rules, mesh: Mesh) -> dict
       mesh: the mesh.
 
     Raises:
-      UserError: one line for each dim without a rule, or whose size is not divisible by its mesh axes.
+      UserError: a dim has a logical axis without a rule, or a size that its mesh axes do not divide; one line for each
+        of these dims.
     """
     abstract, problems = {}, list[Problem]()
     for name, entry in batch.items():

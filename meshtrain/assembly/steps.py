@@ -96,7 +96,9 @@ def jitted(functions: Functions, abstract: States, placed: Placed, options: Comp
 
 
 def trace_steps(steps: Steps, states: States) -> dict[str, jax.stages.Traced]:
-    """Traces the programs of training: returns "step" -> the traced step, and if there is one, "join" -> `steps.join`.
+    """Traces the programs of training; returns name -> traced program, with the name "step" for the training step.
+
+    If the extension has a periodic program (`steps.join`), the result also contains it, with the name "join".
 
     No other thread may trace a Linen module during this call. `nn.scan` and `nn.remat` make subclasses of modules when
     they are traced. Meanwhile, Flax removes fields from the base classes, and a thread that reads these fields fails.

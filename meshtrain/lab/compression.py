@@ -266,9 +266,13 @@ def _join(leaves: Sequence[jax.Array], block: int) -> jax.Array:
 
 
 def _rows(x: jax.Array, n: int, dim: int) -> jax.Array:
-    """Splits an array into n rows of R elements, [n, R]: its shards along `dim`; for dim 0, parts of the flat array.
+    """Splits an array into n rows with R elements each, [n, R].
 
-    The flat array is padded with zeros to a multiple of n. A negative `dim` is counted from the end.
+    Args:
+      x: an array of any shape.
+      n: the number of rows.
+      dim: the dim along which the array is split, counted from the end (-1 is the last); n divides its size. Each row
+        is one flattened shard. 0: the flattened array is padded with zeros to a multiple of n, and split.
     """
     if dim == 0:
         flat = x.reshape(-1)
@@ -288,12 +292,16 @@ def _from_rows(rows: jax.Array, shape: Sequence[int], dim: int) -> jax.Array:
 
 
 def _by_int8(blocks: jax.Array, axis: str, *, is_scattered: bool) -> tuple[jax.Array, jax.Array]:
-    """Sums blocks over an axis in int8; returns the sum and the values that this device sent, both [n, blocks, S].
+    """Sums blocks over an axis; devices send them as int8 with a scale for each block.
 
     Args:
       blocks: this device's input, float32 [n, blocks, S]: n rows (one for each device) of blocks with S elements.
       axis: the name of a manual axis.
-      is_scattered: whether to return only this device's row of the sum, [blocks, S].
+      is_scattered: whether to return only this device's row of the sum.
+
+    Returns:
+      The sum, float32 [n, blocks, S], or this device's row of it, [blocks, S]; and the part of the input that this
+      device sent, float32 [n, blocks, S].
     """
     packed = pack(blocks)
     row = jnp.sum(unpack(jax.lax.all_to_all(packed, axis, 0, 0, tiled=True)), axis=0)
@@ -309,13 +317,15 @@ def _by_int8(blocks: jax.Array, axis: str, *, is_scattered: bool) -> tuple[jax.A
 def _by_largest(blocks: jax.Array, num_kept: int, axis: str, *, is_scattered: bool) -> tuple[jax.Array, jax.Array]:
     """Sums blocks over an axis; for each block a device sends K bfloat16 values and their uint16 indices.
 
-    Returns the sum and the values that this device sent, both float32 [n, blocks, S].
-
     Args:
       blocks: this device's input, float32 [n, blocks, S]: n rows (one for each device) of blocks with S elements.
       num_kept: K, the number of elements per block that are sent: the elements with the largest magnitudes.
       axis: the name of a manual axis.
-      is_scattered: whether to return only this device's row of the sum, [blocks, S].
+      is_scattered: whether to return only this device's row of the sum.
+
+    Returns:
+      The sum, float32 [n, blocks, S], or this device's row of it, [blocks, S]; and the part of the input that this
+      device sent, float32 [n, blocks, S].
     """
     each = blocks.reshape(-1, blocks.shape[-1])
     _, places = jax.lax.top_k(jnp.abs(each), num_kept)

@@ -79,10 +79,10 @@ def encode(
     For an unsigned array, square roots are encoded: updates divide by square roots, and the levels of square roots are
     closer to each other. A number above zero is encoded at least as the lowest level above zero.
 
-    With random bits rounding is stochastic: a root between two levels is rounded up with the probability that makes the
-    mean exact. With rounding to nearest, a second moment would keep its level forever if the gradient is zero, because
-    each step changes it by at most a share 1 - beta2. A first moment needs no random bits: it changes by more than the
-    distance of two levels.
+    With random bits, rounding is stochastic: a root between two levels is rounded up with the probability that makes
+    the mean exact. Rounded to the nearest level, a second moment could keep its level forever while the gradient is
+    zero, because a step changes it only by a share 1 - beta2. A first moment needs no random bits: it changes by more
+    than the distance of two levels.
 
     Args:
       x: a float32 array; nonnegative unless `is_signed`.
@@ -117,9 +117,11 @@ def decode(codes: jax.Array, scales: jax.Array) -> jax.Array:
 
 
 def _level(y: jax.Array, top: int) -> jax.Array:
-    """Returns the real-valued code of each number `y` from 0 to 1, by linear interpolation between the levels.
+    """Returns the real-valued code of each number, by linear interpolation between the numbers that codes represent.
 
-    `top` is 6 for signed and 7 for unsigned arrays, as in the module's formula.
+    Args:
+      y: float32 numbers from 0 to 1.
+      top: the constant of the module's formula: 6 for signed arrays, 7 for unsigned arrays.
     """
     # Below the lowest level, the interpolation ends at zero.
     result = y * 10.0**top
@@ -130,7 +132,12 @@ def _level(y: jax.Array, top: int) -> jax.Array:
 
 
 def _share(code: jax.Array, top: int) -> jax.Array:
-    """Returns the number from 0 to 1 that each nonnegative int code represents; `top` as in `_level`."""
+    """Returns the float32 number from 0 to 1 that each code represents.
+
+    Args:
+      code: nonnegative integers.
+      top: the constant of the module's formula: 6 for signed arrays, 7 for unsigned arrays.
+    """
     result = code.astype(jnp.float32) * 10.0**-top
     for i in range(1, top + 1):
         in_decade = 10.0 ** (i - top) * (0.1 + 0.9 * (code - (2**i - 1)).astype(jnp.float32) / 2.0**i)
@@ -139,5 +146,8 @@ def _share(code: jax.Array, top: int) -> jax.Array:
 
 
 def _in_blocks(x: jax.Array, extent: Sequence[int]) -> jax.Array:
-    """Splits every dim into blocks: [.., size, ..] -> [.., size / part, part, ..] with the parts in `extent`."""
+    """Splits every dim of `x` into two, blocks and elements in a block: [.., size, ..] -> [.., size / n, n, ..].
+
+    `extent` has n, the extent of a block, for each dim.
+    """
     return x.reshape([n for size, part in zip(x.shape, extent, strict=True) for n in (size // part, part)])

@@ -63,9 +63,11 @@ class LearningRateOptions:
 
 
 def check(options: LearningRateOptions) -> list[Problem]:
-    """Returns an error line for a share above 1, a decay shorter than the warm-up, or a missing base batch size.
+    """Returns an error line for each invalid option of the learning rate; [] if all options are valid.
 
-    Minima and choices are checked before (`options.problems`).
+    The possible errors: `final_fraction` or `stable_fraction` is above 1; the decay ends before the warm-up does, or
+    with it; or `batch_scaling` is on and `base_batch_size` is 0. The minimum and the choices of each option are checked
+    by `options.problems`, not here.
     """
     lines = [
         Problem(f"learning_rate.{name}", got=getattr(options, name), allowed="a share from 0 to 1", nearest="1.0")

@@ -183,7 +183,7 @@ def round_weights(weights: Arrays, stored: Arrays, num_updates: jax.Array, seed:
       weights: a pytree of float32 arrays, the weights after the update.
       stored: the weights before the update, in the dtypes in which they are stored.
       num_updates: int32 scalar, the number of updates done; random bits depend on it.
-      seed: distinguishes the random bits of different programs.
+      seed: an int constant; calls with different constants use independent random bits.
     """
     key = _key(seed, num_updates)
     leaves, structure = jax.tree.flatten(weights)

@@ -111,12 +111,20 @@ WITH_MOMENTS = tuple(name for name in NAMES if name != "adafactor")
 
 
 def _read(name: str) -> list[str]:
-    """Returns the names of the options that a built-in optimizer's direction reads."""
+    """Returns the names of the options on which the update direction of a built-in optimizer depends.
+
+    Args:
+      name: the optimizer's name, a key of `DIRECTIONS`.
+    """
     return list(inspect.signature(DIRECTIONS[name]).parameters)[1:]
 
 
 def _readers(option: str) -> dict[str, tuple[str, ...]]:
-    """Returns the `only_for` condition of an option: its effect is limited to the optimizers that read the option."""
+    """Returns the condition under which an option has an effect: {"name": names of the optimizers that read it}.
+
+    Args:
+      option: the option's name, such as `beta1`; the result is the argument `only_for` of its definition.
+    """
     return {"name": tuple(name for name in NAMES if option in _read(name))}
 
 
@@ -315,9 +323,10 @@ def _user_optimizer(options: OptimizerOptions, rates: Schedule, axes: NamesTree)
 
 
 def storage_problems(options: OptimizerOptions, num_layers: int, shape: tuple[int, ...]) -> list[Problem]:
-    """Returns an error line if layers are not stored as [L, ...] and a user's optimizer is not marked as elementwise.
+    """Returns an error line if a user's optimizer may compute other updates because of how layers are stored, else [].
 
-    The updates of an optimizer that is not elementwise would depend on this shape.
+    A pipeline may store L layers in another shape than [L, ...]. The updates of an optimizer that is not elementwise
+    would depend on this shape. So the optimizer must be marked as elementwise, or the shape must be [L, ...].
 
     Args:
       options: the optimizer's options.

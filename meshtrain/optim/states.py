@@ -70,5 +70,10 @@ def state_axes(
 
 
 def _counts(size: int, full: int) -> bool:
-    """Returns whether a dim of `size` matches a parameter's dim of size `full`, or may have an element per block."""
+    """Returns whether a state's dim may correspond to a parameter's dim: as a dim of moments or of block scales.
+
+    Args:
+      size: the size of the state's dim. Moments have the size `full`, block scales have a divisor of it above 1.
+      full: the size of the parameter's dim.
+    """
     return size == full or (size > 1 and full % size == 0)

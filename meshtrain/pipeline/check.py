@@ -135,10 +135,10 @@ def _incomplete(schedule: Schedule) -> list[Problem]:
 
 
 def _dependency_problem(schedule: Schedule) -> list[Problem]:
-    """Returns an error line for the first action that needs a result of the same or a later row; empty without one.
+    """Returns an error line for the first action that needs a result of the same row or a later row, else [].
 
-    If asynchronous stages, which do not wait for each other's rows, would deadlock, the line also describes the
-    deadlock.
+    The line also describes the deadlock, if there is one on asynchronous stages. These are stages that run their
+    actions in the schedule's order, but do not wait for each other at the end of a row.
     """
     stages, chunks = schedule.num_stages, schedule.num_chunks
     row_of = {
@@ -178,7 +178,9 @@ def _mixed_row_problem(schedule: Schedule) -> list[Problem]:
 
 
 def _deadlock(schedule: Schedule) -> str:
-    """Describes the deadlock of asynchronous stages that run their actions in this order; '' if they do not deadlock.
+    """Returns a text about the deadlock of asynchronous stages that run a schedule; '' if they do not deadlock.
+
+    The text lists the action that each stage cannot start, and the unfinished action that it waits for.
 
     In a deadlock every stage has an unfinished action: a stage that has run its last backward pass has already produced
     all inputs of earlier stages.
@@ -201,8 +203,13 @@ def _deadlock(schedule: Schedule) -> str:
 def _replay(schedule: Schedule, costs: Costs) -> tuple[list[Span], list[list[Action]]]:
     """Simulates asynchronous stages: each stage starts its next action when the action's inputs have arrived.
 
+    Args:
+      schedule: the schedule, which need not be proven.
+      costs: the durations of actions and transfers.
+
     Returns:
-      The timeline; and for each stage the list of actions that never start because of a deadlock, in order.
+      The spans of all actions that run; and for each stage a list of the actions that never start because of a
+      deadlock. The next action of the stage is the first of its list.
     """
     stages, chunks = schedule.num_stages, schedule.num_chunks
     left = [[row[stage] for row in reversed(schedule.rows) if row[stage]] for stage in range(stages)]
@@ -227,17 +234,20 @@ def _replay(schedule: Schedule, costs: Costs) -> tuple[list[Span], list[list[Act
 
 
 def run_freely(schedule: Schedule, costs: Costs) -> list[Span]:
-    """Returns the timeline of a proven table if stages are asynchronous: an action starts when its inputs are ready."""
+    """Returns the span of each action of a proven schedule on asynchronous stages.
+
+    An action starts when its stage is free and its inputs have arrived; stages do not wait for the end of a row.
+    """
     spans, left = _replay(schedule, costs)
     assert not any(left), "only proven tables have a timeline"
     return spans
 
 
 def run_in_step(schedule: Schedule, costs: Costs) -> list[Span]:
-    """Returns the timeline of a proven table with synchronous stages: each row takes as long as its slowest action.
+    """Returns the span of each action of a proven schedule on synchronous stages, which start each row together.
 
-    A program that ends each row with a permute between neighbours runs like this. Each row with an action also takes
-    the time of one transfer.
+    A row takes as long as its slowest action, plus the time of one transfer. A row without actions takes no time. A
+    program that ends each row with a permute between neighbours runs like this.
     """
     spans, now = list[Span](), Fraction(0)
     for row in schedule.rows:
@@ -264,7 +274,7 @@ def bubble_fraction(spans: list[Span], num_stages: int) -> Fraction:
 
 
 def bubbles(schedule: Schedule, costs: Costs) -> tuple[float, float]:
-    """Returns the bubble fractions of a proven table: (with asynchronous stages, with synchronous stages)."""
+    """Returns the bubble fractions of a proven schedule: (with asynchronous stages, with synchronous stages)."""
     free, step = (bubble_fraction(run(schedule, costs), schedule.num_stages) for run in (run_freely, run_in_step))
     return float(free), float(step)
 

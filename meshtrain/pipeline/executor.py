@@ -93,11 +93,11 @@ def gradients(
 
 
 def run_segment(rows: "Rows", segment: Segment, carry: Carry, row: jax.Array) -> tuple[Carry, jax.Array]:
-    """Runs the rows of a segment `segment.count` times; returns the carry, and the index of the row after the segment.
+    """Runs all iterations of a segment; returns the carry after them, and the index of the row after the segment.
 
     Args:
-      rows: functions that run one row.
-      segment: rows with a common body; inner segments are run in the same way.
+      rows: runs single rows.
+      segment: rows (clock ticks) that run as one loop; it may contain other segments.
       carry: the stage's arrays before the segment.
       row: index of the segment's first row, int32 scalar.
     """
@@ -125,10 +125,11 @@ def run_segment(rows: "Rows", segment: Segment, carry: Carry, row: jax.Array) ->
 
 
 class ReducedChunks(NamedTuple):
-    """Gradients of the chunks that have been reduced over data so far, in the order of `chunk_ends`.
+    """The chunks whose gradients have been reduced over data so far: their number, and this replica's shards.
 
-    At ZeRO level 0 no gradient is scattered: reduced gradients replace this replica's sums in `Carry.layers`. The
-    letters in shapes: V chunks per stage, K layers in a chunk, U layers in a unit.
+    A gradient that is reduced without being scattered (every gradient at ZeRO level 0) is not stored here: it replaces
+    this replica's sum in `Carry.layers`. Chunks are reduced in the order of `chunk_ends`. The letters in shapes: V
+    chunks per stage, K layers in a chunk, U layers in a unit.
     """
 
     scattered: Params  # float32 [V K / U, U, ...], this replica's shards; None for gradients that are not scattered
@@ -136,11 +137,11 @@ class ReducedChunks(NamedTuple):
 
 
 class ChunkReduction:
-    """Reduces gradients over data chunk by chunk: `begin` is called before the rows to overlap with, `end` after them.
+    """Reduces the gradients of each chunk over data as soon as they are complete, while the stages run later rows.
 
-    A stage finishes its chunks one after the other, S (the number of stages) rows apart, and idles or works on other
-    chunks meanwhile. So the reductions of all chunks except the last can overlap rows, unlike a single reduction after
-    the last row.
+    Call `begin` before these later rows, and `end` after them. A stage finishes its chunks one after the other, S (the
+    number of stages) rows apart, and idles or works on other chunks meanwhile. So the reductions of all chunks except
+    the last can overlap rows, unlike a single reduction after the last row.
     """
 
     def __init__(self, program: Program, replicas: GradientSync, stored: ParamShardings, num_units: int) -> None:
@@ -169,12 +170,13 @@ class ChunkReduction:
         """Starts to reduce the gradients of the next chunk over data.
 
         Args:
-          layers: the gradient sums of this replica, [units of the stage, layers in a unit, ...].
-          reduced: the result of earlier reductions.
+          layers: the gradient sums of this replica over microbatches, [units of the stage, layers in a unit, ...]. The
+            sums of the chunk are complete.
+          reduced: the chunks that are already reduced; only their number is read, which determines the next chunk.
 
         Returns:
-          `layers`; the reduced gradients of the chunk, [units of the chunk, layers in a unit, ...]; and the index of
-          the chunk's first unit, int32 scalar.
+          `layers`, to be used in place of the argument; the reduced gradients of the chunk, [units of the chunk, layers
+          in a unit, ...]; and the index of the chunk's first unit, int32 scalar.
         """
         place = ring.take(jnp.asarray(self.chunks), reduced.num_chunks) * self.num_units
         part = jax.tree.map(lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, place, self.num_units), layers)
@@ -186,12 +188,12 @@ class ChunkReduction:
     def end(
         self, layers: Params, reduced: ReducedChunks, parts: Params, place: jax.Array
     ) -> tuple[Params, ReducedChunks]:
-        """Returns (layers, reduced) with the reduced gradients of a chunk written into them.
+        """Writes the reduced gradients of a chunk into `layers` and `reduced`; returns the new (layers, reduced).
 
         Args:
-          layers: the gradient sums of this replica, [units of the stage, layers in a unit, ...]; gradients that are not
-            scattered are written into these arrays.
-          reduced: the result of earlier reductions; scattered gradients are written into its arrays.
+          layers: the gradient sums of this replica, [units of the stage, layers in a unit, ...]. A reduced gradient
+            that is not scattered replaces the chunk's sum in this array.
+          reduced: the chunks that are already reduced. A scattered gradient is written into the array of its weight.
           parts: the reduced gradients of the chunk, from `begin`.
           place: the index of the chunk's first unit, from `begin`.
         """
@@ -206,11 +208,14 @@ class ChunkReduction:
         return merge(with_sums, jax.tree.map(put, without, replicated)), after
 
     def finished(self, layers: Params, reduced: ReducedChunks) -> Params:
-        """Returns the reduced gradients of all chunks, [units of the stage, layers in a unit, ...].
+        """Returns a pytree with the reduced gradient of each weight, [units of the stage, layers in a unit, ...].
+
+        Call it after the reduction of the last chunk. A scattered gradient comes from `reduced`; any other gradient
+        comes from `layers`, where `end` has replaced this replica's sums by reduced gradients.
 
         Args:
-          layers: the gradient sums of this replica, from the last call of `end`.
-          reduced: the reduced chunks, from the last call of `end`.
+          layers: the first result of the last call of `end`.
+          reduced: the second result of the last call of `end`.
         """
         return merge(reduced.scattered, select(layers, self.is_scattered)[1])
 
@@ -262,7 +267,7 @@ class Rows:
             self.reduction = ChunkReduction(program, replicas, self.stored_layers, self.num_units)
 
     def cell(self, row: jax.Array) -> Cells:
-        """Returns the action of this stage in row `row` and the action's buffer slots, as scalars.
+        """Returns the entries of all tables of `Cells` for this stage and row `row`, as scalars.
 
         The tables of all rows and stages are stacked into one constant of the compiled program.
         """
@@ -316,7 +321,7 @@ class Rows:
     def run_layers(
         self, weights: Params, x: Activations, given: tuple[jax.Array, jax.Array, jax.Array]
     ) -> tuple[Activations, LayerSums]:
-        """Returns the output of a unit of layers, and the (loss, metrics) that these layers add, or None.
+        """Runs a unit of layers; returns the activations after it, and the layers' auxiliary (loss, metrics) or None.
 
         Args:
           weights: the parameters of the unit's layers, each leaf [layers in a unit, ...].
@@ -330,21 +335,21 @@ class Rows:
         return ring.run_layers(self.stages, weights, x, ring.microbatch(self.batch, m), self.rng, start, True)
 
     def given(self, cell: Cells, place: jax.Array) -> tuple[jax.Array, jax.Array, Place]:
-        """Returns the argument `given` of `run_layers` for a unit of the cell's chunk.
+        """Returns int32 scalars for `run_layers`: (microbatch, index of the unit's first layer in the model, `place`).
 
         Args:
-          cell: the action of this stage.
-          place: the index of the unit on this stage.
+          cell: the action of this stage, whose microbatch and chunk are read.
+          place: the index of a unit of this chunk among all units of the stage.
         """
         first = ring.first_layer(cell.chunk, self.num_stages, self.stages.num_layers, self.num_chunks)
         return cell.microbatch, first + (place - cell.chunk * self.num_units) * self.stages.num_together, place
 
     def is_layer(self, cell: Cells, given: tuple[jax.Array, jax.Array, Place]) -> jax.Array:
-        """Returns whether a unit consists of layers of the model, not of padding; bool scalar.
+        """Returns whether a unit consists of layers of the model, not of padding layers; bool scalar.
 
         Args:
-          cell: the action of this stage.
-          given: the unit, as returned by the method `given`.
+          cell: the action of this stage, whose chunk contains the unit.
+          given: the result of the method `given` for the unit; only the index of its first layer is read.
         """
         return given[1] < ring.end_of_layers(cell.chunk, self.num_stages, self.stages.num_layers, self.num_chunks)
 
@@ -360,7 +365,7 @@ class Rows:
         """Runs a forward row: reads a stage input, saves the layers' residuals, sends the output to the next stage.
 
         Args:
-          row: the parts of the row's body.
+          row: states whether the compiled row ends with the embedding of a microbatch.
           carry: the stage's arrays before the row.
           cell: the action of this stage, and its buffer slots.
         """
@@ -391,7 +396,7 @@ class Rows:
         Sends the cotangent of the stage's input to the previous stage.
 
         Args:
-          row: the parts of the row's body.
+          row: states whether the compiled row contains the head, an embedding, or the backward pass of an embedding.
           carry: the stage's arrays before the row.
           cell: the action of this stage, and its buffer slots.
         """
@@ -408,7 +413,7 @@ class Rows:
         return self.embed_next(row, carry._replace(cotangents=cotangents, leaving=leaving), cell)
 
     def layers_backward(self, carry: Carry, cell: Cells, cotangent: Activations) -> tuple[Carry, Activations]:
-        """Adds the gradients of a chunk's layers to the carry, last layer first.
+        """Runs the backward pass of a chunk's layers, and adds their gradients to the gradient sums in the carry.
 
         Each unit's gradients are added immediately, because the gradients of a complete chunk would take as much memory
         as the accumulators.
@@ -453,7 +458,7 @@ class Rows:
 
         Args:
           carry: the stage's arrays, with the sums.
-          cell: the action of this stage; its `head_microbatch` is the microbatch, or negative for none.
+          cell: the action of this stage. `cell.head_microbatch` is the row's microbatch; if negative, nothing is added.
           y: the saved output of the last layer, which is read on the last stage only.
           cotangent: the cotangent of the stage's output.
 
@@ -477,12 +482,12 @@ class Rows:
         return carry, ring.where(is_last, floating(final_cotangent), cotangent)
 
     def embed_next(self, row: Signature, carry: Carry, cell: Cells) -> Carry:
-        """Embeds a microbatch for a later row into a slot of stage 0, if the row's body has an embedding.
+        """Embeds a microbatch that stage 0 reads in a later row; writes the embedding to a slot of `Carry.inputs`.
 
         Args:
-          row: the parts of the row's body.
+          row: states whether the compiled row has an embedding; if not, the carry is returned unchanged.
           carry: the stage's arrays.
-          cell: the action of this stage, with the microbatch and the slot.
+          cell: the action of this stage, with the microbatch to embed and the slot.
         """
         if not row.embed:
             return carry
@@ -490,7 +495,12 @@ class Rows:
         return carry._replace(inputs=_write(carry.inputs, x, cell.embed_slot))
 
     def embed_backward(self, carry: Carry, m: jax.Array) -> Carry:
-        """Adds the gradient of microbatch `m`'s embedding, from the cotangent on stage 0; adds nothing for m < 0."""
+        """Runs the backward pass of microbatch `m`'s embedding, and adds its gradients to `Carry.outer`.
+
+        Args:
+          carry: the stage's arrays; `leaving` on stage 0 is the cotangent of the embedding.
+          m: the index of the microbatch, int32 scalar; if negative, nothing is added.
+        """
         embed = lambda trained: self.embed(merge(trained, self.frozen_outer), jnp.maximum(m, 0))  # noqa: E731
         x, pull = jax.vjp(embed, self.trained_outer)
         (outer,) = pull(with_float0(ring.from_stage(carry.leaving, self.stage == 0), x))

@@ -207,10 +207,10 @@ def _microbatches_at(rows: list[Row], kind: str, stage: int, chunk: int) -> np.n
 def _prefetch_rows(wanted: np.ndarray, heads: np.ndarray) -> tuple[np.ndarray, int]:
     """Assigns the embedding of each microbatch, which can be computed in advance, to an earlier row.
 
-    Let row r need an embedding, and p be the previous row that needs one. The embedding for row r is computed in the
-    last row from p to r - 1 with a head, or in row p if none of them has a head. The first microbatch is embedded
-    before all rows. With rows in reverse order, the function assigns the backward pass of each embedding to a later
-    row.
+    If rows p and r read embeddings, and no row between them does, the embedding for row r is computed in one of the
+    rows p to r - 1: in the last of them that has a head, or in row p if none has a head. The first microbatch is
+    embedded before all rows. If a caller passes the rows in reverse order, the function assigns the backward pass of
+    each embedding to a later row.
 
     Args:
       wanted: [R] int32, for R rows; the microbatch whose embedding a row reads at its start, else -1.
@@ -227,12 +227,12 @@ def _prefetch_rows(wanted: np.ndarray, heads: np.ndarray) -> tuple[np.ndarray, i
 
 
 class _Slots:
-    """Allocates the slots of one buffer on one stage.
+    """Assigns the arrays of one buffer on one stage to slots; each array gets the lowest free slot.
 
     Attributes:
-      size: the number of slots used so far.
-      free: a heap of the slots that store no array now.
-      of: (microbatch, chunk) -> the slot that stores its array.
+      size: the number of slots that the buffer needs so far.
+      free: a heap of the slots below `size` that store no array now.
+      of: (microbatch, chunk) -> the slot that stores the array of this microbatch in this chunk.
     """
 
     def __init__(self) -> None:
@@ -262,7 +262,8 @@ def _assign_slots(
       schedule: the sizes of the table.
       rows: the rows that have an action.
       tables: slot table name -> int32 [rows, stages], filled with -1; entries without a slot stay -1.
-      embedded: the microbatch that is embedded before the first row, then at the end of each row; -1: none.
+      embedded: the index of the microbatch that is embedded before the first row, followed by an entry for each row:
+        the index of the microbatch that is embedded at the end of the row, or -1 for no microbatch.
     """
     stages, chunks = schedule.num_stages, schedule.num_chunks
     buffers = {name: [_Slots() for _ in range(stages)] for name in _BUFFERS}
@@ -431,7 +432,11 @@ def _split_ends(runs: list[Run]) -> list[Run]:
 
 
 def _num_bodies(groups: list[tuple[list[Run], int]]) -> int:
-    """Returns the number of row bodies to compile for these groups, each a pair (runs, how often they repeat)."""
+    """Returns the number of row bodies to compile for a schedule: the rows in the bodies of all runs of all groups.
+
+    Args:
+      groups: pairs (runs, number of times that these runs repeat); repetition needs no further bodies.
+    """
     return sum(len(body) for group, _ in groups for body, _ in group)
 
 

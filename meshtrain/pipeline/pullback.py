@@ -25,7 +25,10 @@ Layer = Callable[[Params, Activations, Given], tuple[Activations, LayerSums]]
 
 
 class SplitLayer:
-    """A layer, traced once, as a separate forward pass and backward pass."""
+    """A layer that is traced once, and offers its forward pass and its backward pass as two separate methods.
+
+    The caller stores the residuals between the two calls.
+    """
 
     def __init__(self, layer: Layer, weights: Params, x: Activations, given: Given, mask: Masks = None) -> None:
         """Traces the layer for these shapes. Both passes read the arrays that the layer closes over.
@@ -69,10 +72,10 @@ class SplitLayer:
     def _differentiate(
         self, layer: Layer, mask: Masks, weights: Params, x: Activations, given: Given
     ) -> tuple[Activations, LayerSums, list[jax.Array]]:
-        """Returns (output, sums, residuals) of a layer.
+        """Runs a layer under `jax.vjp`; returns (output, auxiliary (loss, metrics) or None, residuals).
 
-        The residuals are the leaves of the function from `jax.vjp`; the structure of this function is stored in `self`,
-        so that `backward` can rebuild it.
+        The residuals are the leaves of the backward function from `jax.vjp`, which is a pytree. Its structure is stored
+        in `self`, so that `backward` can rebuild the function.
         """
         trained, frozen = select(weights, mask)
 

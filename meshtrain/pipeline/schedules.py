@@ -66,10 +66,10 @@ def layers_in_chunk(num_layers: int, num_stages: int, num_chunks: int) -> int:
 
 
 def spreads_evenly(num_layers: int, num_stages: int, num_chunks: int) -> bool:
-    """Returns whether layers are spread evenly over all chunks, so that the numbers of layers differ by at most one.
+    """Returns whether layers are spread over chunks so that the chunks' numbers of layers differ by at most one.
 
-    This is the case if there are enough layers for all chunks, but filling chunks in order would leave a stage, or the
-    last chunk of every stage, empty.
+    If not, chunks are filled in order with `layers_in_chunk` layers each. Layers are spread if there are at least as
+    many layers as chunks, but filling in order would leave a stage, or the last chunk of every stage, without layers.
 
     >>> spreads_evenly(7, 4, 1), spreads_evenly(6, 4, 1), spreads_evenly(3, 4, 1)
     (False, True, False)
@@ -145,9 +145,9 @@ def _forward_row(row: int, num_stages: int, num_microbatches: int, num_chunks: i
 
 
 def _backward_row(row: int, num_stages: int, num_microbatches: int, num_chunks: int) -> Row:
-    """Returns backward row `row`: the forward row with stages and chunks reversed.
+    """Returns backward row `row`: the forward row with the same index, but with stages and chunks in reverse order.
 
-    So the last stage starts, with its last chunk.
+    So the last stage starts, and each stage starts with its last chunk.
     """
     forward = _forward_row(row, num_stages, num_microbatches, num_chunks)
     return tuple(
@@ -164,7 +164,7 @@ def _one_kind_rows(num_stages: int, num_microbatches: int, num_chunks: int) -> t
 
 
 def _one_chunk(name: str, num_chunks: int) -> None:
-    """Raises UserError if there are several chunks per stage, for the schedule `name`, which supports only one."""
+    """Raises UserError if `num_chunks` is above 1, because the schedule `name` supports only one chunk per stage."""
     if num_chunks > 1:
         raise UserError(
             Problem(
@@ -266,7 +266,7 @@ def is_own(name: str) -> bool:
 
 
 def chosen(options: PipelineOptions, *, num_stages: int, num_microbatches: int) -> Schedule:
-    """Returns the schedule that the pipeline options choose; it is not proven here (see `check.prove`).
+    """Returns the schedule that the pipeline options select; `check.prove` verifies it, this function does not.
 
     Raises:
       UserError: the schedule cannot be built, see `build`.
@@ -277,7 +277,7 @@ def chosen(options: PipelineOptions, *, num_stages: int, num_microbatches: int) 
 
 
 def build(name: str, *, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
-    """Returns the schedule with this name; a user's schedule is not proven here (see `check.prove`).
+    """Returns the schedule with this name; `check.prove` verifies a user's schedule, this function does not.
 
     Three microbatches on two stages, a line for each row and a column for each stage:
 

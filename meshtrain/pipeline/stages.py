@@ -1,17 +1,17 @@
 """Operations of one stage on its own shards, inside a manual region over the pipeline axis.
 
 M: microbatches, b: sequences in a microbatch, T: tokens per sequence, D: embed dim, S: stages, V: chunks per stage, K:
-places for layers in a chunk, U: layers in a unit (`Stages.num_together`), L: layers.
+layers in a chunk, including padding layers, U: layers in a unit (`Stages.num_together`), L: layers of the model.
 
 Layers are stored as [K S, ...] if V is 1, else as [V, K S, ...], with the dim of size K S sharded over the stages.
 Chunk c of stage s has the layers (c S + s) K ... (c S + s) K + K - 1. The order in memory is the layer order, so a leaf
 [L, ...] of a checkpoint becomes this shape by a reshape. Further dims may precede these, such as a dim of replicas.
 
-If S V does not divide L, the places from L on are padding layers. If this would leave a stage without layers, layers
-are spread evenly, and the last place of some chunks is padding (`schedules.layers_of_chunks`). Weights of padding
-layers are zeros, and are not in checkpoints. A stage computes padding layers too, and drops their results, as in idle
-rows: activations pass through unchanged, gradients are zeros, and changes of the padding weights by an optimizer have
-no effect.
+If S V does not divide L, padding layers are stored after the last layer. If this would leave a stage without layers,
+layers are spread evenly, and the last layer of some chunks is a padding layer (`schedules.layers_of_chunks`). Weights
+of padding layers are zeros, and are not in checkpoints. A stage computes padding layers too, and drops their results,
+as in idle rows: activations pass through unchanged, gradients are zeros, and changes of the padding weights by an
+optimizer have no effect.
 """
 
 import dataclasses
@@ -74,7 +74,13 @@ def split_layers(params: Params) -> tuple[Params, Params]:
 
 
 def chunk_of(layers: Params, chunk: jax.Array, num_chunks: int) -> Params:
-    """Returns the parameters of the layers in chunk `chunk` of this stage, each leaf [layers in a chunk, ...]."""
+    """Returns the parameters of one chunk of this stage, each leaf [K, ...] for K layers in a chunk.
+
+    Args:
+      layers: the parameters of this stage's layers, each leaf [K, ...], or [V, K, ...] if there are several chunks.
+      chunk: the index of the chunk on the stage, int32 scalar.
+      num_chunks: the number of chunks per stage, V.
+    """
     return layers if num_chunks == 1 else take(layers, chunk)
 
 
@@ -186,7 +192,8 @@ def run_chunk(
 ) -> tuple[Activations, LayerSums]:
     """Runs the layers of a chunk without dropout; padding layers of the chunk pass the activations through.
 
-    Layers are computed one by one, so that each padding layer can be skipped. The result has the form of `run_layers`.
+    Layers are computed one by one, so that the result of each padding layer can be dropped. Returns the activations
+    after the chunk; and the (loss, metrics) that the layers add, float32, or None.
 
     Args:
       stages: the model, split into stages.
@@ -210,7 +217,14 @@ def run_chunk(
 
 
 def pass_by(is_layer: jax.Array, x: Activations, y: Activations, sums: LayerSums) -> tuple[Activations, LayerSums]:
-    """Returns the output `y` and the sums of a layer; for a padding layer, its input `x` and zeros."""
+    """Returns (y, sums) for a layer of the model; for a padding layer, returns (x, zeros), so that it has no effect.
+
+    Args:
+      is_layer: whether the layer is a layer of the model, bool scalar.
+      x: the activations before the layer.
+      y: the activations after the layer.
+      sums: the (loss, metrics) that the layer adds, or None.
+    """
     return where(is_layer, (y, sums), (x, zeros_like(sums)))
 
 
@@ -225,10 +239,10 @@ def _are_sums(sums: Tree) -> bool:
 
 
 def add_at(total: Params, part: Params, place: jax.Array, active: jax.Array) -> Params:
-    """Adds the gradients of one unit (a group of layers) to the accumulators of this stage, if `active`.
+    """Returns the gradient sums of this stage plus the gradients of one unit (a group of layers), if `active`.
 
     Args:
-      total: the accumulators, each leaf [units of this stage, layers in a unit, ...].
+      total: the gradient sums, each leaf [units of this stage, layers in a unit, ...].
       part: the gradients of the unit, each leaf [layers in a unit, ...]; may contain infinities and NaN if `active` is
         false.
       place: index of the unit, int32 scalar.
@@ -259,9 +273,11 @@ def first_layer(chunk: jax.Array | int, num_stages: int, num_layers: int, num_ch
 
 
 def end_of_layers(chunk: jax.Array | int, num_stages: int, num_layers: int, num_chunks: int) -> jax.Array | int:
-    """Returns the model-wide index from which on the places of this stage's chunk `chunk` are padding layers.
+    """Returns the index in the model at which the padding layers of this stage's chunk `chunk` start.
 
-    If chunks are filled in order, this is the number of layers in the model, because padding comes after all layers.
+    A layer of the chunk with a smaller index is a layer of the model. If chunks are filled in order, the result is the
+    number of layers in the model, because all padding layers come after it. Otherwise it is the index after the last
+    layer of this chunk.
     """
     if not spreads_evenly(num_layers, num_stages, num_chunks):
         return num_layers
@@ -325,7 +341,7 @@ CHUNKS = "chunks"
 class Stack:
     """The memory layout of a pipeline's stacked layers: L layers on S stages with V chunks of K layers each.
 
-    If S V K is larger than L, the S V K - L places without a layer of the model contain padding layers.
+    K includes padding layers: S V K - L of the stored layers are padding, with zeros as weights.
     """
 
     num_layers: int
@@ -334,7 +350,7 @@ class Stack:
 
     @property
     def num_places(self) -> int:
-        """The number of places for layers in memory, with padding layers: layers in a chunk * stages * chunks."""
+        """The number of layers that are stored, including padding layers: layers in a chunk * stages * chunks."""
         return self.num_stages * self.num_chunks * layers_in_chunk(self.num_layers, self.num_stages, self.num_chunks)
 
     @property
@@ -352,7 +368,10 @@ class Stack:
 
     @property
     def places_of_layers(self) -> np.ndarray | None:
-        """The place of each layer in memory, int [layers], as an index from 0; None if all padding is at the end."""
+        """The index in memory, among all stored layers, of each layer of the model: int [num_layers].
+
+        None means that each layer has the same index in memory as in the model, because all padding layers come last.
+        """
         arguments = self.num_layers, self.num_stages, self.num_chunks
         if not spreads_evenly(*arguments):
             return None
@@ -365,17 +384,17 @@ class Stack:
         return jax.tree.map(lambda leaf: reshape_stack(leaf, (*self.shape, *leaf.shape[1:]), self), layers)
 
     def places_shape(self, shape: Sequence[int], names: Names) -> tuple[int, ...]:
-        """Returns the shape of a leaf with padding layers, in layer order: `num_places` in place of `num_layers`.
+        """Returns the shape of a weight with `num_places` layers (including padding) instead of `num_layers`.
 
         Args:
-          shape: the leaf's shape without padding layers, such as [layers, ...].
-          names: the logical axis of each dim of the leaf.
+          shape: the weight's shape without padding layers, such as [num_layers, ...].
+          names: the logical axis of each dim of the weight; only the dim `layers` changes.
         """
         is_stack = lambda size, name: name == LAYERS and size == self.num_layers  # noqa: E731
         return tuple(self.num_places if is_stack(*dim) else dim[0] for dim in zip(shape, names, strict=True))
 
     def places(self, layers: Params) -> Params:
-        """Returns abstract arrays [num_places, ...], with padding layers, for a pytree of arrays [num_layers, ...]."""
+        """Converts a pytree of arrays [num_layers, ...] to abstract arrays with padding layers, [num_places, ...]."""
         place = lambda leaf: jax.ShapeDtypeStruct((self.num_places, *leaf.shape[1:]), leaf.dtype)  # noqa: E731
         return jax.tree.map(place, layers)
 

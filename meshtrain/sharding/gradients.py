@@ -111,17 +111,18 @@ class GradientSync:
         return select(self.specs, self.trained)[0]
 
     def data_parallel(self, compute: Compute, manual: frozenset[str] = frozenset()) -> Compute:
-        """Returns a function that runs `compute` on each replica's shard of the batch and adds up its results.
+        """Returns a function that runs `compute` on each replica's part of a batch and adds up the replicas' results.
 
-        Sums and gradients are reduced over the data axis. With `OverData.STACKED` gradients are not reduced: each leaf
-        is [replicas, ...]. With `OverData.INSIDE`, at level 3 or with one replica, `compute` gets the batch of the
-        caller unchanged, and nothing is reduced.
+        The returned function has the arguments and the results of `compute`, with global arrays. Its sums and gradients
+        are reduced over the data axis. With `OverData.STACKED` only the sums are reduced, and each gradient is
+        [replicas, ...]. With `OverData.INSIDE`, at level 3 or with one replica, `compute` gets the complete batch that
+        the caller passes, and nothing is reduced.
 
         Args:
-          compute: a function (parameters, batch, further replicated arrays) -> (sums, gradients). `sums` is a pytree of
-            scalars. `gradients` has the structure of `trained_stored` and the shapes of the arrays that `zeros`
-            returns, with `Reduced` in place of each array that `compute` has already reduced. Arrays are local along
-            the manual axes.
+          compute: a function (parameters, batch, further replicated arrays) -> (sums, gradients), on arrays that are
+            local along the manual axes. `sums` is a pytree of scalars such as the loss. `gradients` has the structure
+            of `trained_stored` and the shapes of the arrays that `zeros` returns, with `Reduced` in place of each array
+            that `compute` has already reduced.
           manual: mesh axes to make manual in addition to the data axis.
         """
         axes, is_stacked = self.axes | manual, self.crossing is OverData.STACKED
@@ -146,11 +147,13 @@ class GradientSync:
         return run
 
     def zeros(self, params: Arrays, stored: ParamShardings) -> Arrays:
-        """Returns float32 zeros with the shapes that `part` returns, to which gradients of microbatches are added.
+        """Returns float32 zeros, the gradient sums of one replica before the first microbatch.
+
+        A sum has the shape of its parameter. At level 2 it is only this replica's shard: the dim that the data axis
+        splits has the size of one shard.
 
         Args:
-          params: a pytree of parameters, local along the manual axes; only their shapes are read. At level 2, the dim
-            that the data axis splits has the size of one shard in the result.
+          params: a pytree of parameters, local along the manual axes; only their shapes are read.
           stored: `ParamSharding` of these parameters.
         """
 
@@ -161,7 +164,7 @@ class GradientSync:
         return jax.tree.map(zeros, params, stored)
 
     def shard_shape(self, leaf: jax.Array, dim: int) -> list[int]:
-        """Returns the shape of one replica's shard of an array, of which the data axis splits one dim.
+        """Returns the shape of one replica's shard of an array if the data axis splits its dim `dim`.
 
         Args:
           leaf: the array before the split; only its shape is read.
@@ -220,7 +223,6 @@ class GradientSync:
 
         At level 1 this is the shape of the replica's shard, at level 0 the shape of the parameter.
 
-
         Args:
           leaf: the parameter, or one layer of it; only its shape is read.
           weight: its `ParamSharding`.
@@ -228,22 +230,25 @@ class GradientSync:
         return jnp.zeros(self.shard_shape(leaf, weight.scattered_dim), jnp.float32)
 
     def reduced_layers(self, gradients: Arrays, stored: ParamShardings) -> Arrays:
-        """Reduces the gradients of layers over the data axis in `wire_dtype`; returns this replica's shards at level 1.
+        """Returns gradients of layers, summed over the data axis: this replica's shards at level 1, else the full sums.
+
+        Sums are computed and returned in `wire_dtype`.
 
         Args:
-          gradients: float32 sums of one replica, local along the manual axes.
-          stored: `ParamSharding` of these parameters.
+          gradients: a pytree with this replica's gradient sums over microbatches, local along the manual axes.
+          stored: a pytree of the same structure with the `ParamSharding` of each layer weight.
         """
         return self._on_each(self._sent, gradients, stored)
 
     def reducing_layers(self, stored: Mapping[int, ParamSharding]) -> Hook:
-        """Returns a hook for `jaxprs.Traced.run` that reduces the gradients of one layer in its backward pass.
+        """Returns a hook for `jaxprs.Traced.run` that reduces each layer's gradients in the layer's backward pass.
 
-        The hook gets the weights of a layer and, for each weight, a pair: the local gradient sum of the earlier
-        microbatches or None, and zeros from `reduced_zeros`. In the forward pass the hook returns the weights
-        unchanged. In the backward pass it returns the reduced sum of all microbatches as the gradient of the zeros, and
-        no gradient of the weights. So the caller differentiates with respect to the zeros. JAX requires a gradient to
-        have the shape and dtype of its argument: zeros can be float32 and one shard, while weights may be neither.
+        The hook gets the weights of a layer and, for each weight, a pair: this replica's gradient sum of the earlier
+        microbatches (None if there are none), and zeros from `reduced_zeros`. It returns the weights unchanged. In the
+        backward pass the gradient of the zeros is the sum of all microbatches, reduced over the data axis; the weights
+        get no gradient. So the caller differentiates with respect to the zeros. Reason: JAX requires a gradient to have
+        the shape and dtype of its argument. The reduced sum is float32 and may be one shard, so it fits the zeros, but
+        not every weight.
 
         Args:
           stored: index of a weight in the list that was passed to `jaxprs.trace` -> its `ParamSharding`.
@@ -299,7 +304,10 @@ class GradientSync:
         return self._sent(x, weight).astype(jnp.float32)
 
     def _sent(self, x: jax.Array, weight: ParamSharding) -> jax.Array:
-        """Returns a gradient reduced over the data axis in `wire_dtype`: the full sum, or this replica's shard."""
+        """Returns the sum of the gradients `x` over the data axis, in `wire_dtype`; only a shard if `weight` says so.
+
+        At ZeRO levels 1 and 2 each replica gets its shard of the sum along `weight.scattered_dim`, if that is not 0.
+        """
         return sum_over(x.astype(self.wire_dtype), DATA, weight.scattered_dim)
 
     def with_replicas(self, specs: Specs) -> Specs:

@@ -266,7 +266,12 @@ class _Loop:
         self._function = jaxpr_as_fun(equation.params["jaxpr"])
 
     def body(self, carry: list[Value], slices: list[jax.Array]) -> tuple[list[Value], list[jax.Array]]:
-        """Returns the carry after an iteration, and the iteration's slices of the stacked results."""
+        """Runs one iteration; returns the new carry, and the iteration's slices of the stacked results.
+
+        Args:
+          carry: the carried arrays before the iteration.
+          slices: this iteration's slices of the stacked inputs.
+        """
         outputs = self._function(*self.consts, *carry, *slices)
         return outputs[: len(self.carry)], outputs[len(self.carry) :]
 
@@ -310,7 +315,13 @@ def _run(
 
 
 def _evaluate(jaxpr: Jaxpr, equations: Sequence[JaxprEqn], values: Values) -> Values:
-    """Evaluates consecutive equations of a jaxpr; returns the value of each variable that they define."""
+    """Evaluates consecutive equations of a jaxpr; returns variable -> value for the results of these equations.
+
+    Args:
+      jaxpr: the jaxpr that contains the equations.
+      equations: the equations to evaluate, in order.
+      values: variable -> value for the variables that were computed before, which the equations may read.
+    """
     made = [var for equation in equations for var in equation.outvars if not isinstance(var, DropVar)]
     inputs = list(dict.fromkeys(var for var in _read_by(equations) if isinstance(var, Var) and var in values))
     part = jaxpr.replace(constvars=[], invars=inputs, eqns=list(equations), outvars=made)
@@ -326,7 +337,12 @@ def _read(variables: Sequence[Variable], values: Values) -> list[Value]:
 
 
 def _places_of(tracked: Mapping[Var, int], equation: JaxprEqn) -> dict[int, int]:
-    """Returns position -> `tracked[variable]` for each input of an equation whose variable is in `tracked`."""
+    """Returns which inputs of an equation are tracked variables: position of the input -> the variable's number.
+
+    Args:
+      tracked: variable -> its number.
+      equation: the equation, whose other inputs are not in the result.
+    """
     variables = enumerate(equation.invars)
     return {at: tracked[var] for at, var in variables if not isinstance(var, Literal) and var in tracked}
 

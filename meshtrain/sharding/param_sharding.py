@@ -69,7 +69,7 @@ class ZeroOptions:
 
     @property
     def effective_level(self) -> int:
-        """The level of `strategy`, or `level` if `strategy` is empty."""
+        """The ZeRO level, 0 to 3: the level that `strategy` names, or `level` if `strategy` is empty."""
         return STRATEGIES[self.strategy] if self.strategy else self.level
 
     @property
@@ -362,7 +362,7 @@ def axes_in(spec: PartitionSpec) -> tuple[str, ...]:
 
 
 def num_parts(axes: Sequence[str], mesh_shape: Mapping[str, int]) -> int:
-    """Returns the number of shards of a dim that some mesh axes split: the product of their sizes."""
+    """Returns the number of shards of a dim that the mesh axes `axes` split: the product of the sizes of these axes."""
     return math.prod(mesh_shape[axis] for axis in axes)
 
 
@@ -479,9 +479,10 @@ def uneven_line(
       name: the dim's logical axis.
       column: logical axis -> mesh axes: one column of the rules.
       mesh_shape: the size of each mesh axis.
-      legal: mesh axis -> a number that the axis's size must divide, from which a fix is chosen; None: the size of the
-        dim.
-      options: logical axis -> (key, value) of the option that sets the dim's size; the line then names this option.
+      legal: mesh axis -> a number; the line suggests a divisor of this number as the size of the axis. None: it
+        suggests a divisor of the dim's size.
+      options: logical axis -> (key, value) of the option that sets the sizes of dims with this logical axis. If the
+        size is a multiple of the option's value, the line names the option as the cause, else the array.
     """
     size, axes = shape[dim], [axis for axis in column[name] if mesh_shape[axis] > 1]
     parts = num_parts(axes, mesh_shape)

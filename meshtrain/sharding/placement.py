@@ -82,8 +82,9 @@ class Placement:
     def as_stored(self, w: jax.Array, names: Names) -> jax.Array:
         """Returns `w`, a weight in its compute dtype, constrained to its stored sharding.
 
-        Without this constraint the partitioner may move the gather of `weight` before the cast to the compute dtype,
-        and gather float32. If no axis splits weights for storage only, `w` is returned unchanged.
+        Call it before `weight`, the method that gathers. Without this constraint the partitioner may gather the weight
+        before the cast to the compute dtype, and send float32. If no axis splits weights for storage only, `w` is
+        returned unchanged.
         """
         return self._constrain(w, self.stored_spec(w.shape, names)) if self.gathers_weights else w
 

@@ -60,13 +60,14 @@ def nothing(shapes: Arrays) -> Arrays:
 
 
 def in_equal_parts(residual: Arrays, replicas: int) -> Arrays:
-    """Splits the sum of the saved residuals evenly over another number of replicas.
+    """Returns the residuals of a reduction for another number of replicas: each gets an equal part of their sum.
 
-    Equal parts can be compressed with smaller scales than the complete sum on one replica.
+    A checkpoint has a residual (unsent part of earlier gradient sums) for each replica of the run that saved it. Equal
+    parts can be compressed with smaller scales than the complete sum on one replica.
 
     Args:
-      residual: a pytree of float32 [saved replicas, ...].
-      replicas: the current number of replicas, n.
+      residual: the saved residuals, a pytree of float32 [saved replicas, ...].
+      replicas: the current number of replicas n; the result is a pytree of [n, ...].
     """
     share = lambda leaf: jnp.broadcast_to(jnp.sum(leaf, axis=0) / replicas, (replicas, *leaf.shape[1:]))  # noqa: E731
     return jax.tree.map(share, residual)
@@ -108,9 +109,9 @@ class Reduction:
       update: a function (gradients, state, over, scattered) -> (gradient sums over replicas, state of the next step).
         It is traced in a region in which all mesh axes are manual, for any number of replicas, including 1. `gradients`
         is a pytree of this device's float32 shards, the gradients of the mean loss. `state` has the structure of the
-        gradients, or is `()`. `over` is the name of the data axis. `scattered` is a pytree of int. 0 means that each
-        replica gets the full sum, which must be bitwise the same on all replicas. Otherwise it is the dim, counted from
-        the end (-1 is the last), along which each replica gets its shard of the sum.
+        gradients, or is `()`. `over` is the name of the data axis. `scattered` is a pytree with an int for each
+        gradient: the dim, counted from the end (-1 is the last), along which each replica gets its shard of the sum. 0
+        means that each replica gets the full sum, which must be bitwise the same on all replicas.
       sent_bytes: a function (elements, replicas, is_scattered) -> the bytes that a device sends in a step for this
         number of gradient elements, without padding.
       init: a function of the gradients' shapes. If each replica saves a float32 array for each gradient from step to

@@ -56,7 +56,8 @@ def tree_problems(
         option. None: error lines name only weights.
       trained: a pytree of bool with the structure of `abstract`, true for each weight with gradients and moments; None:
         all weights are trained.
-      elsewhere: logical axes whose uneven sizes are not reported, because the caller checks them.
+      elsewhere: logical axes that the caller checks: no line is returned if the mesh does not divide the size of a dim
+        with such an axis.
     """
     if lines := _axis_problems(abstract, axes_tree, rules, mesh_shape):
         return lines
@@ -136,7 +137,10 @@ def _axis_problems(
 
 
 def _weights(abstract: Arrays, axes_tree: NamesTree) -> list[_Weight]:
-    """Returns each weight of a pytree with its path and logical axes, if `_axis_problems` returned no problems."""
+    """Returns each weight of a pytree with its path and logical axes, in the order of `jax.tree.leaves`.
+
+    Call it only if `_axis_problems` returned no problems: then every weight has logical axes.
+    """
     axes = dict(leaves_with_paths(axes_tree, is_leaf=is_names))
     return [_Weight(path, array, axes[path]) for path, array in leaves_with_paths(abstract)]
 

@@ -20,7 +20,7 @@ ArrayFunction: TypeAlias = Callable[..., Arrays]  # a function of pytrees of arr
 
 
 class Shaped(Protocol):
-    """An array, or an object with its shape and dtype: a `jax.ShapeDtypeStruct`, the metadata of a checkpoint."""
+    """Anything with a shape and a dtype: an array, a `jax.ShapeDtypeStruct`, or an array's metadata in a checkpoint."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -28,7 +28,7 @@ class Shaped(Protocol):
 
     @property
     def dtype(self) -> np.dtype:
-        """The dtype of its elements."""
+        """The dtype of the array's elements."""
 
 
 def path_text(key_path: Sequence[KeyEntry]) -> str:
@@ -41,12 +41,17 @@ def path_text(key_path: Sequence[KeyEntry]) -> str:
 
 
 def leaves_with_paths(tree: Tree, is_leaf: Callable[[Tree], bool] | None = None) -> list[tuple[str, Leaf]]:
-    """Returns (path, leaf) for each leaf of a pytree, in the order of `jax.tree.leaves`; `is_leaf` as in `jax.tree`."""
+    """Returns (path, leaf) for each leaf of a pytree, in the order of `jax.tree.leaves`.
+
+    Args:
+      tree: any pytree; paths are text such as `layers/mlp/up/kernel`.
+      is_leaf: a function that returns whether a node counts as a leaf, although it has children; None: no such node.
+    """
     return [(path_text(path), leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)[0]]
 
 
 def num_bytes(array: Shaped) -> int:
-    """Returns the bytes of an array, or of an object with `.shape` and `.dtype`; for PRNG keys, of the key data."""
+    """Returns the bytes of an array, from its shape and dtype; for typed PRNG keys, the bytes of the key data."""
     return int(math.prod(array.shape) * array.dtype.itemsize)
 
 

@@ -68,8 +68,9 @@ def stack_microbatches(batch: Batch, num_microbatches: int, placement: Placement
 def accumulate_gradients(
     loss: LossFunction, num_microbatches: int, placement: Placement, replicas: GradientSync, axes: Axes
 ) -> Gradients:
-    """Returns a function that sums loss, weight, metrics and gradients over the microbatches of a batch, in sequence.
+    """Returns a function (params, batch, rng, seed) -> `Sums` of a batch, which computes microbatches in sequence.
 
+    `Sums` has the loss, the weight (number of targets), the metrics, and the gradients, which are multiplied by `seed`.
     Gradients are reduced over data-parallel replicas. They are float32 in a pytree with the structure of the
     parameters, with None for each frozen parameter (`replicas.trained`).
 
@@ -124,7 +125,7 @@ def accumulate_gradients(
 
 
 def _separate_zeros(zeros: Sums) -> Sums:
-    """Returns zeros that XLA does not merge with equal constants, such as the zeros of the last microbatch.
+    """Returns the same zeros in a form that XLA does not merge with other zeros, such as the last microbatch's.
 
     Merged zeros would occupy memory during the loop over the earlier microbatches.
     """
@@ -137,10 +138,10 @@ def by_layer(
 ) -> Callable[[Sums | None], Sums] | None:
     """Returns a function that adds the last microbatch to a step's sums; None if the loss has no loop over layers.
 
-    Its argument is the `Sums` (loss, weight, metrics and gradients) of all earlier microbatches, or None if the step
-    has only one microbatch. It returns the `Sums` of all microbatches. Gradients of layers in the loop are reduced
-    across data-parallel replicas inside the backward loop, and are returned as `Reduced`. All other gradients are the
-    sums of this replica.
+    The function's argument is the `Sums` (loss, weight, metrics and gradients) of all earlier microbatches, or None if
+    the step has only one microbatch. The function returns the `Sums` of all microbatches. The backward loop over layers
+    reduces the gradients of its layers across data-parallel replicas; they are returned as `Reduced`. All other
+    gradients are sums of this replica only.
 
     Args:
       loss: the task's loss function.
@@ -190,14 +191,16 @@ def by_layer(
 
 
 def _plus(part: jax.Array, before: jax.Array | None) -> jax.Array:
-    """Returns `before`, the gradient sum of earlier microbatches (None: zero), plus the gradient `part` in float32."""
+    """Returns the float32 sum of `before` (gradients of earlier microbatches; None: zero) and the gradient `part`."""
     return part.astype(jnp.float32) if before is None else before + part.astype(jnp.float32)
 
 
 def accumulate_loss(
     loss: LossFunction, num_microbatches: int, placement: Placement, axes: Axes
 ) -> Callable[[Params, Batch, jax.Array], Loss]:
-    """Returns a function that sums loss, weight and metrics over the microbatches of a batch, without gradients.
+    """Returns a function (params, batch, rng) -> sums of loss, weight and metrics over a batch, without gradients.
+
+    The weight is the number of targets. The microbatches of the batch are computed in sequence.
 
     Args:
       loss: the task's loss function.

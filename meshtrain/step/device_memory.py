@@ -84,7 +84,11 @@ class Statistics:
 
 
 def statistics(stats: MemoryAnalysis) -> Statistics:
-    """Returns the bytes of a compiled program from its `memory_analysis()`."""
+    """Converts the result of `jax.stages.Compiled.memory_analysis()` to `Statistics`.
+
+    Args:
+      stats: the compiler's memory analysis of one program.
+    """
     host = stats.host_argument_size_in_bytes + stats.host_temp_size_in_bytes + stats.host_output_size_in_bytes
     # The compiler's peak counts the buffers that are alive at the same time. If the compiler reports no peak, or a peak
     # without temporaries (as on CPUs), all buffers are counted as alive at the same time.

@@ -51,8 +51,9 @@ def reason(
       options: the patience and the metric.
       found: step -> value of the metric in each earlier evaluation; this function adds the value of this evaluation.
       step: the step of the evaluation.
-      values: the metrics of the evaluation, the same in all processes. A non-finite value is never the best.
-      higher: whether a higher value is better.
+      values: metric name -> value in this evaluation, the same in all processes. A non-finite value counts as no
+        improvement.
+      higher: whether a higher value of the metric is better.
     """
     if not options.patience:
         return ""

@@ -43,10 +43,10 @@ class Costs:
 
     Attributes:
       label: a name for the contents of `TrainState.extra`, for tables.
-      reduction: the reduction between replicas of the gradients, or of the weights that a `Periodic` program sends;
+      reduction: computes sums over replicas: sums of gradients in each step, or of weights in a `Periodic` program.
         None: the built-in sum.
       sends_gradients: whether a step sends gradients between replicas.
-      hides_transfers: whether the computation of a complete step can overlap with the communication of a step.
+      hides_transfers: whether the transfers between replicas can overlap with the computation of a complete step.
       accumulators: a function of the abstract gradient sums of plain training; it returns the abstract sums that a step
         with the extension allocates.
     """
@@ -76,7 +76,7 @@ class Estimate(NamedTuple):
 
 
 def plain_update(update: Callable[..., Update], after_update: AfterUpdate | None) -> Update:
-    """Returns the update of plain training, which applies the summed gradients.
+    """Returns the `Update` of plain training: the optimizer gets the gradient sums of the current step.
 
     Args:
       update: `WeightUpdate` with all arguments except `reduce` and `after_update`.
@@ -107,11 +107,12 @@ class Extension:
 
     Attributes:
       begin: a function of the state before the first step; it returns the state with the extension's arrays in `extra`.
-      names: a function (field -> logical axes of its arrays, abstract state) -> the same mapping with the logical axes
-        of the extension's arrays.
+      names: a function (axes_of_fields, abstract state) -> the same mapping with the entry `extra`. `axes_of_fields` is
+        a mapping: field of `TrainState` -> the logical axes of each of the field's arrays.
       update: a function (make_update, after_update) that returns the update of a step. `make_update` is `WeightUpdate`
         with all arguments except `reduce` and `after_update`.
-      step: a function (gradients, update, scaling) that returns the training step, with the arguments of `train_step`.
+      step: a function (gradients, update, scaling) that returns the training step. `train_step` is the default, and
+        documents these arguments.
       join: a program that runs once every few steps; None: there is no periodic program.
       with_weights: a function (state, weights) -> the state of a run that starts from these weights.
       restore: a function (function that reads a state, shapes in the checkpoint, abstract state of this mesh) -> the

@@ -62,14 +62,15 @@ def none_skipped() -> GuardState:
 def is_good(options: GuardOptions, skipped: GuardState, loss: jax.Array, norm: jax.Array) -> jax.Array:
     """Returns whether a step may change the weights, a bool scalar.
 
-    The loss and the gradient norm must be finite. After NUM_NORMS finite norms, the norm must also be at most
-    `spike_factor` times the median of the last NUM_NORMS norms. The median includes the norms of skipped steps. So if
-    gradients stay large, either the median rises or `max_skipped_in_a_row` ends the run.
+    The loss and the gradient norm must be finite. If `spike_factor` is above 0, and there are NUM_NORMS earlier finite
+    norms, the norm must also be at most `spike_factor` times the median of the last NUM_NORMS finite norms. The median
+    includes the norms of skipped steps. So if gradients stay large, either the median rises or `max_skipped_in_a_row`
+    ends the run.
 
     Args:
       options: the options of the guard.
       skipped: the guard's state before the step.
-      loss: float32 scalar.
+      loss: float32 scalar, the mean loss of the step.
       norm: float32 scalar, the global norm of the gradients before clipping, without the loss scale.
     """
     good = jnp.isfinite(loss) & jnp.isfinite(norm)

@@ -50,18 +50,23 @@ def squares(layers: Layers, tree: Arrays) -> Squares:
 
 
 def totals(found: Squares) -> jax.Array:
-    """Returns the sum of squares of each complete array, float32 [leaves], from the result of `squares`."""
+    """Returns the sum of squares of each parameter's array, summed over its layers: float32 [leaves].
+
+    Args:
+      found: path -> sum of squares, a scalar or [L] for L layers; the result of `squares`.
+    """
     return jnp.stack([jnp.sum(one) for one in found.values()])
 
 
 def metrics(layers: Layers, of_gradients: Squares, weights: Arrays, moved: Arrays) -> Metrics:
-    """Returns norms of the gradients, of the weights before the step, and of their change, float32, named by `norms`.
+    """Returns the norms of a step's gradients, of its weights, and of the change of the weights: name -> float32 norm.
 
-    The change is measured on the stored weights: after rounding, and zero in a step that the guard skips.
+    The function `norms` defines the names and shapes. The change is the difference between stored weights, so it
+    includes rounding, and is zero in a step that the guard skips.
 
     Args:
       layers: which dims of the parameters stack layers.
-      of_gradients: the sums of squares of the gradients, from `squares`.
+      of_gradients: path -> sum of squares of the gradient, from `squares`.
       weights: the trained weights before the step, float32.
       moved: the trained weights after the step, float32.
     """
@@ -75,10 +80,11 @@ def metrics(layers: Layers, of_gradients: Squares, weights: Arrays, moved: Array
 def norms(what: str, found: Squares, names: Mapping[str, Names]) -> Metrics:
     """Returns metric name -> norm, float32: [L] in layer order for L stacked layers, a scalar for other arrays.
 
-    A KEY is a top-level key of the parameters. With `what` = "grad", the names are "grad_norm_of/layers" for stacked
-    layers under the key `layers`; "grad_norm_of/KEY" for arrays without layers; and "grad_norm_of/KEY/layers" for
-    stacked layers under another key, such as an encoder. If a key has stacks of several lengths L, each length has a
-    separate norm, with " of L" after the name.
+    There is one norm for all arrays without layers under a top-level key of the parameters, and one for each stacked
+    layer. With `what` = "grad", the names are "grad_norm_of/layers" for stacked layers under the key `layers`,
+    "grad_norm_of/KEY" for arrays without layers under KEY, and "grad_norm_of/KEY/layers" for stacked layers under
+    another KEY, such as an encoder. If a key has stacks of several lengths L, each length has a separate norm, with
+    " of L" after the name.
 
     Args:
       what: the first part of the metric names: "weight", "update" or "grad".
@@ -99,14 +105,14 @@ def norms(what: str, found: Squares, names: Mapping[str, Names]) -> Metrics:
 
 
 def last_not_finite(found: Squares, number: jax.Array) -> jax.Array:
-    """Returns the index of the last layer whose gradient is not finite in one array, int32 scalar; -1: all are finite.
+    """Returns the index of the last layer with a non-finite gradient in one stacked array: int32 scalar, -1 for none.
 
     The backward pass starts at the last layer, so the gradient of this layer became non-finite first. The result is
-    also -1 for the loss, and for an array that stacks no layers.
+    also -1 if `number` means the loss, or an array that stacks no layers.
 
     Args:
       found: path -> sum of squares of a gradient, from `squares`.
-      number: the index of the array, the result of `guard.first_not_finite`.
+      number: which array to search: the result of `guard.first_not_finite`, 1 + the array's index in `found`.
     """
 
     def last(one: jax.Array) -> jax.Array:

@@ -132,11 +132,12 @@ def first_scale(scaling: Scaling | None) -> LossScale:
 
 
 def seed(scaling: Scaling | None, state: LossScale) -> jax.Array:
-    """Returns the factor of a microbatch's sum of losses in the backward pass: float32 scalar, a power of two.
+    """Returns the factor by which the backward pass multiplies a microbatch's loss: float32 scalar, a power of two.
 
-    With scaling the factor is the scale divided by the number of targets, which is rounded down to a power of two.
-    Without scaling the result is `state.scale`, an array with the value 1. The compiler does not know this value, so
-    the program and its rounding are the same with and without scaling.
+    The loss of a microbatch is a sum over targets. With scaling the factor is scale / n, where n is the number of
+    targets in the global batch, rounded down to a power of two. Without scaling the result is `state.scale`, an array
+    with the value 1. The compiler does not know this value, so the program and its rounding are the same with and
+    without scaling.
 
     Args:
       scaling: the loss scaling; None: the loss is not scaled.
@@ -155,7 +156,8 @@ def mark_overflows(scaling: Scaling | None, squares: jax.Array, gradients: Array
       scaling: the loss scaling; None: `squares` is returned unchanged.
       squares: float32 [leaves], the sum of squares of each gradient.
       gradients: a pytree of float32 arrays, the gradients of the mean loss.
-      factor: float32 scalar by which the gradients of the backward pass were divided: the weight times the seed.
+      factor: float32 scalar by which the gradients of the backward pass were divided to get `gradients`: the number of
+        targets times the result of `seed`.
     """
     if scaling is None or scaling.largest == math.inf:
         return squares
@@ -164,9 +166,10 @@ def mark_overflows(scaling: Scaling | None, squares: jax.Array, gradients: Array
 
 
 def after(scaling: Scaling | None, state: LossScale, loss: jax.Array, norm: jax.Array) -> tuple[LossScale, jax.Array]:
-    """Returns the loss scale after a step, and whether the step overflowed while the scale could shrink (bool scalar).
+    """Returns the loss scale after a step; and a bool scalar, true if a smaller scale may avoid the step's overflow.
 
-    If the loss itself is not finite, the scale does not change, because no scale affects the forward pass.
+    An overflow is a finite loss with non-finite gradients. The bool is true if a step has an overflow and its scale is
+    above the minimum. If the loss is not finite, the scale does not change, because no scale affects the forward pass.
 
     Args:
       scaling: the loss scaling; None: the scale does not change.

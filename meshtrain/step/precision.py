@@ -96,12 +96,15 @@ def _of_policy(options: PrecisionOptions) -> str:
 
 
 def product_name(options: PrecisionOptions) -> str:
-    """Returns the dtype name of most matrix products' operands; utilization (MFU) is relative to its peak FLOP/s."""
+    """Returns the name of the dtype in which most matrix products are computed.
+
+    Utilization (MFU) is relative to the peak FLOP/s of a device with this dtype.
+    """
     return FP8 if in_fp8(options) else compute_name(options)
 
 
 def in_fp8(options: PrecisionOptions) -> bool:
-    """Returns whether the operands of the layers' products with weights are 8-bit floats."""
+    """Returns whether the layers multiply activations and weights as 8-bit floats."""
     return options.policy == FP8
 
 

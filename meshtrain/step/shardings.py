@@ -92,9 +92,14 @@ def stack_layers(params: Params, stack: Stack | None) -> Params:
 
 
 def after_update_of(task: Task, stack: Stack | None) -> AfterUpdate | None:
-    """Returns `Task.after_update` for parameters whose layers a pipeline arranges in stages; None if the task has none.
+    """Returns `Task.after_update` for parameters as the devices store them; None if the task has no such function.
 
-    The task's function gets layers in layer order. Only the layers that it changes are reshaped back.
+    A pipeline stores layers arranged in stages. The returned function converts them to layer order for the task's
+    function, and converts back only the arrays that the task's function changed.
+
+    Args:
+      task: the task.
+      stack: the pipeline's arrangement of layers; None: no pipeline.
     """
     after_update = task.after_update and check_after_update(task.after_update)
     if after_update is None or stack is None or stack.shape == (stack.num_layers,):
@@ -113,9 +118,9 @@ def after_update_of(task: Task, stack: Stack | None) -> AfterUpdate | None:
 
 
 def layer_bytes(params: Params, axes: NamesTree, replicas: GradientSync, num_together: int) -> int:
-    """Returns the bytes of gradients that a device reduces over data in one iteration of the backward loop over layers.
+    """Returns the bytes of gradients that one iteration of the backward loop over layers reduces, on one device.
 
-    The result is 0 if the backward loop reduces no gradients.
+    Gradients are reduced over the data axis. The result is 0 if the loop reduces no gradients.
 
     Args:
       params: abstract parameters with global shapes.

@@ -1,6 +1,7 @@
-"""One step: sums and gradients of the batch, the guard's checks, clipping, the optimizer, the new state.
+"""The training step, which updates the weights from one batch, and the evaluation step, which only returns metrics.
 
-Gradients are clipped by their global norm (Pascanu et al. 2013).
+A training step computes the loss and its gradients, and clips the gradients by their global norm (Pascanu et al. 2013).
+The guard checks that loss and gradients are finite. Then the optimizer updates the weights.
 """
 
 import dataclasses
@@ -31,7 +32,7 @@ Reduce = Callable[[Arrays, Arrays], tuple[Arrays, Arrays]]
 
 
 def with_sequence_index(batch: Batch) -> Batch:
-    """Returns the batch with the entry `sequence_index`: the index of each example in the global batch, int32 [B]."""
+    """Returns the batch with an added entry `sequence_index`: int32 [B], the index of each of the B examples in it."""
     num_sequences = jax.tree.leaves(batch)[0].shape[0]
     return {**batch, SEQUENCE_INDEX: jnp.arange(num_sequences, dtype=jnp.int32)}
 
@@ -40,8 +41,8 @@ def train_step(gradients: Gradients, update: Update, scaling: Scaling | None = N
     """Returns the training step: (state, batch) -> (state, metrics).
 
     Args:
-      gradients: a function (params, batch, rng, seed) -> sums over the batch, with the gradients of the trained weights
-        times `seed`.
+      gradients: a function (params, batch, rng, seed) -> sums of loss, weight, metrics and gradients over the batch.
+        The gradients are of the trained weights, and are multiplied by `seed`.
       update: the second half of the step, for example a `WeightUpdate`.
       scaling: the loss scaling of the backward pass; None: the loss is not scaled.
     """
@@ -104,7 +105,7 @@ class WeightUpdate:
 
         Args:
           state: the state before the step.
-          sums: the sums over the batch, with gradients times the seed.
+          sums: the sums of loss, weight, metrics and gradients over the batch; the gradients are multiplied by `seed`.
           seed: the factor of the loss in the backward pass, a float32 scalar.
         """
         weight = divisor(sums.weight)

@@ -48,8 +48,8 @@ def place(directory: str | os.PathLike[str], key: str = "") -> Place:
 
     Args:
       directory: the path or URL that the user wrote.
-      key: for a path that is only read, the option that contains it; error lines begin with this key. Empty: the
-        program also writes to the path.
+      key: the option that contains the path, if the program only reads from it; error lines begin with this key. Empty:
+        the program also writes to the path.
 
     Raises:
       UserError: the bucket does not exist or cannot be listed, or the package gcsfs is not installed.
@@ -78,14 +78,14 @@ def place(directory: str | os.PathLike[str], key: str = "") -> Place:
 
 @contextlib.contextmanager
 def wrap_bucket_errors(place: Place, key: str = "") -> Iterator[None]:
-    """Returns a context in which errors of a bucket's client are raised as `Unreached`.
+    """Returns a context manager: if code in the `with` block fails to access a bucket, it raises `Unreached` instead.
 
-    Errors of missing or existing objects, errors of a disk, and UserErrors are raised unchanged.
+    Errors about missing or existing objects, errors of a disk, and UserErrors are raised unchanged.
 
     Args:
-      place: the folder on a disk or the prefix in a bucket that the block accesses.
-      key: for a place that is only read, the option that contains it; error lines begin with this key. Empty: the
-        program also writes to the place.
+      place: the folder on a disk or the prefix in a bucket that the code in the `with` block accesses.
+      key: the option that contains the path, if the program only reads from it; error lines begin with this key. Empty:
+        the program also writes to the path.
     """
     try:
         yield
@@ -224,11 +224,12 @@ def read(path: Place) -> str:
 def delete(place: epath.Path, first: str) -> None:
     """Deletes a checkpoint from a bucket.
 
-    The objects that mark it as complete are deleted first, so that an interrupted deletion leaves no valid checkpoint.
+    `first` and the object that marks the checkpoint as complete are deleted first, so that an interrupted deletion
+    leaves no valid checkpoint.
 
     Args:
       place: the prefix of the checkpoint.
-      first: the name of an object to delete before all other objects, such as the manifest.
+      first: the name of the object in the checkpoint to delete before all other objects, such as the manifest.
     """
     for name in (first, COMMITTED):
         (place / name).unlink(missing_ok=True)
@@ -236,5 +237,10 @@ def delete(place: epath.Path, first: str) -> None:
 
 
 def move(place: epath.Path, to: epath.Path) -> None:
-    """Moves a checkpoint to the prefix `to`: the store copies the objects, and the old objects are deleted."""
+    """Moves a checkpoint within a bucket: the store copies its objects, and then the old objects are deleted.
+
+    Args:
+      place: the prefix of the checkpoint.
+      to: the new prefix of the checkpoint.
+    """
     _client().mv(str(place), str(to), recursive=True)
