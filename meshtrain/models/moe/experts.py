@@ -72,8 +72,8 @@ class Experts(nn.Module):
         Args:
           x: activations [b, T, D].
           layer: int32 scalar, the layer's index in the model.
-          tokens: the weight of each target, and which tokens are padding, for losses and metrics; None: the second
-            result is None, as in evaluation and generation.
+          tokens: the targets' weights and the padding mask, for losses and metrics; None: the second result is None, as
+            in evaluation and generation.
 
         Returns:
           (results, (auxiliary loss, metrics) as for `Stages.repeated`, or None).

@@ -133,8 +133,7 @@ class Layer(nn.Module):
             rotary positions.
           documents: int32 [b, T], the document of each token; None: each sequence is one document.
           slots: for generation, the cache slots that a token attends to; None: no cache.
-          tokens: the weight of each target, and which tokens are padding, for the losses and metrics of experts; None:
-            neither losses nor metrics are computed.
+          tokens: the targets' weights and the padding mask, for the losses and metrics of experts; None: not computed.
 
         Returns:
           (activations, (auxiliary loss, metrics) as for `Stages.repeated`, or None).
