@@ -27,7 +27,7 @@ class Throughput:
     peak_flops_per_second: float | None
 
     def since_last_row(self, step: int, clock: StepClock) -> dict[str, float | None]:
-        """Returns the number of units up to a step, and the clock's averages and rates since the previous row.
+        """Returns metrics for a row: the number of units up to a step, and averages and rates since the previous row.
 
         `mfu` (0 to 1, None if the peak is unknown) is the useful FLOP/s of all devices divided by their peak. Chowdhery
         et al. 2022 (PaLM), appendix B, defines it as the observed tokens per second divided by the rate at peak FLOP/s,

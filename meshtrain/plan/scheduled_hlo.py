@@ -78,7 +78,7 @@ def compile_elsewhere(elsewhere: Work | None) -> Callable[[Config, Mapping[str, 
 def _with_assembly(
     found: dict[str, Pickled] | None, config: Config, shape: Mapping[str, int], cluster: Cluster
 ) -> Compiled:
-    """Adds an assembly with this process's devices to the fields of a step that another process has compiled.
+    """Returns a step that another process has compiled, with an assembly that uses this process's devices.
 
     If the other process failed, the step is compiled completely, in this process.
 

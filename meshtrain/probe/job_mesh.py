@@ -16,10 +16,10 @@ def names_mesh(given: argparse.Namespace) -> bool:
 
 
 def build_config(given: argparse.Namespace) -> Config:
-    """Builds the configuration of a command line; the file is optional, and only the mesh is checked.
+    """Builds the configuration of a command line, in which `--config` is optional.
 
-    For example, the batch size need not be divisible by the mesh. If no mesh size is set, all devices are on the first
-    axis.
+    Except for the mesh sizes, the options are not checked against each other: for example, the batch size need not be
+    divisible by the mesh. If no mesh size is set, all devices are on the first axis.
 
     Raises:
       UserError: all problems of the file, of the overrides and of the mesh sizes.

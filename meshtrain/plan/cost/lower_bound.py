@@ -318,7 +318,9 @@ def executor_bytes(assembly: Assembly) -> float | None:
 
 
 def model_flops(assembly: Assembly) -> tuple[float, float] | None:
-    """Returns the model's FLOPs of a step per device, (with causal attention, with full attention); None if not stated.
+    """Returns the model's FLOPs per step and device: (with causal attention, with full attention).
+
+    Returns None if the task does not state them.
 
     For a transformer with N parameters, both numbers are 6 N per token plus the FLOPs of attention. Causal attention
     has half the FLOPs of full attention. PaLM (Chowdhery et al. 2022, appendix B) counts full attention.

@@ -216,8 +216,8 @@ def exchange_bandwidth(mesh: Mesh, cluster: Cluster, axis: str) -> float:
     """Returns the bytes per second that each device can send in an all-to-all along an axis, or axes joined by `+`.
 
     Each GPU sends data for other hosts through a separate network adapter, and all other data over the links inside the
-    host. On a torus, a piece travels n / 4 hops on average around a ring of n chips; in a ring collective, each byte
-    travels one hop.
+    host. On a torus, data for one chip travels n / 4 hops on average around a ring of n chips; in a ring collective,
+    data is sent only to the neighboring chip.
 
     Args:
       mesh: the mesh of the program.

@@ -74,7 +74,7 @@ class Timed:
     def bus_bytes_per_second(self) -> float:
         """The wire bytes divided by the fastest time: busbw of nccl-tests.
 
-        It is comparable with a link's speed for every group size.
+        This rate is comparable with the speed of a link, for every group size.
         """
         return self.wire_bytes / self.fastest_seconds
 

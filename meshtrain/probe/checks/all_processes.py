@@ -59,7 +59,7 @@ def check_registration(
 
 
 def unreachable_finding(meeting: Meeting, reason: Unreachable, is_this_machine: bool) -> Finding:
-    """Returns the finding of a process that cannot register at process 0, or that cannot listen as process 0.
+    """Returns the error of a process that cannot register at process 0, or of process 0 if it cannot listen.
 
     Args:
       meeting: the address and number of the processes.
