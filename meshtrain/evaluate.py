@@ -131,7 +131,7 @@ def evaluate_parts(assembly: Assembly, params: Params, scored: Scored) -> tuple[
 
 
 def _values(sums: Sums, unit: str) -> Values:
-    """Converts sums over examples to the values of a row in the printed table; see `evaluate_parts`.
+    """Converts sums over examples to the values of a row in the printed table, such as `loss` and `perplexity`.
 
     Bits per byte are nats / ln 2 / bytes, over the same targets.
 

@@ -74,7 +74,10 @@ def reduction_text(assembly: Assembly) -> list[str]:
 
 
 def batch_text(assembly: Assembly) -> str:
-    """Returns the size of a global batch: sequences of tokens or pairs, or examples with the shape of each entry."""
+    """Returns the size of a global batch as text, such as `8 sequences of 1024 tokens`.
+
+    For batches that are not text, the result states the number of examples, and the shape and dtype of each entry.
+    """
     config = assembly.config
     if set(assembly.batch) == set(token_batch(1, 1)):
         return f"{config.batch_size} sequences of {config.sequence_length} tokens"

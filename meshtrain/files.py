@@ -56,7 +56,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 
 
 def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
-    """Replaces a file by `content` atomically, a text as UTF-8; see `replacing`.
+    """Replaces a file by `content` atomically; text is encoded as UTF-8.
 
     Raises:
       OSError: the file cannot be written; `path` is unchanged.

@@ -1,4 +1,7 @@
-"""The training loop: step, log, evaluate, save, stop. It has no access to mesh or model: its actions are arguments."""
+"""The training loop: step, log, evaluate, save, stop.
+
+The loop has no access to the mesh or the model: the functions that it calls are arguments.
+"""
 
 import dataclasses
 import math

@@ -96,7 +96,7 @@ def unused(
     around: Sequence[tuple[str, Options]] = (),
     inherited: str = "",
 ) -> dict[str, str]:
-    """Returns dotted key -> reason for each option that has no effect because a condition in its `only_for` fails.
+    """Returns dotted key -> reason for each option without effect, because a condition in its `only_for` is false.
 
     The reason is the failed condition: `key=value`, or a statement.
 
@@ -275,7 +275,7 @@ def _shared_problem(path: str, own: type, group: Options) -> Problem | None:
 def problems(options: Options, path: str) -> list[Problem]:
     """Returns a problem for each option that violates its choices or bounds, or is an unsupported URL.
 
-    A function that an option names is imported.
+    If an option names a function, the function is imported for the check.
 
     Args:
       options: a frozen dataclass of options; nested dataclasses are included.

@@ -285,7 +285,7 @@ def function_name(given: UserObject) -> str:
 
 
 def flag_problems(flag: str, value: str) -> list[Problem]:
-    """Returns an error line if the user sets a flag in `FLAGS` whose optional package is not installed, else []."""
+    """Returns an error line if `flag` has a value and its optional package (see `FLAGS`) is not installed, else []."""
     package = ".".join(FLAGS[flag].split(".")[:2])
     if not value or importlib.util.find_spec(package):
         return []

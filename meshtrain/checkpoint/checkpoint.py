@@ -63,7 +63,7 @@ class _Save(NamedTuple):
       step: number of completed training steps.
       failure: the name of the event that a process announces to the other processes if its part of the save fails.
       has_failed: set in this process after its part has failed; it ends the wait of the background thread.
-      sealed: the future result of the background thread: whether the manifest was written.
+      sealed: a future of the background thread, whose result is whether the manifest was written.
     """
 
     step: int
@@ -302,7 +302,7 @@ class Checkpoints:
           abstract_params: pytree of jax.ShapeDtypeStruct with shardings, in the structure of the state's `params`.
           rounded: paths in `abstract_params` of weights that are converted if their saved dtype differs.
           averaged: whether to read a weight's average (`optimizer.average`) in place of the weight, converted to the
-            dtype of the weight. Weights without an average are read themselves.
+            dtype of the weight. If a weight has no average, the weight itself is read.
 
         Returns:
           A pytree of jax.Array with the structure of `abstract_params`.

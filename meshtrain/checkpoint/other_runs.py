@@ -180,7 +180,8 @@ def find(directory: str | Path, *, is_place: bool = False) -> Checkpoints:
 def _nearest_workdir(given: Path) -> str:
     """Returns the workdir that an error suggests instead of `given`, as text.
 
-    If `given` is the folder of a step, it is the parent folder. Otherwise it is a description of a valid workdir.
+    If `given` is the folder of a step, the result is the path of its parent folder. Otherwise it is the description of
+    a valid workdir.
     """
     is_step = given.name.isdecimal() and (given / STATE).is_dir()
     return str(given.parent) if is_step else "the --workdir of a run with a saved checkpoint"

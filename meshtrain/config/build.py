@@ -1,7 +1,7 @@
 """Builds a typed, unchecked `Config` from a mapping, a configuration file, or the defaults.
 
-The task, the data source and the functions that a configuration names are read first, because their options are fields
-of the configuration. Only this module uses `ml_collections.ConfigDict`, for files that edit the defaults:
+The names of the task, the data source and functions are read first, because the options of these objects are fields of
+the configuration. Only this module uses `ml_collections.ConfigDict`, for files that edit the defaults:
 
     from meshtrain.config import default
 

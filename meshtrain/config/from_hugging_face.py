@@ -96,8 +96,8 @@ def as_file(directory: str | Path, config: Config, num_sequences: int = 0) -> st
     Args:
       directory: the absolute path of the Hugging Face folder.
       config: the configuration, from `of_folder` or `fine_tuned`.
-      num_sequences: the number of training sequences, which the docstring of the file states. 0: unknown; it says
-        that the data are only an example.
+      num_sequences: the number of training sequences, which the docstring of the file states. 0: the number is unknown,
+        and the docstring says that the data are only an example.
     """
     values, defaults = (flags.flatten(one) for one in (config, defaults_of(config)))
     shown = [key for key, value in values.items() if value != defaults[key] or key in _SHOWN]

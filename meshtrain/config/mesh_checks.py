@@ -254,7 +254,7 @@ def weight_problems(
     Args:
       config: the configuration. The problems name the options in `config.model` that set the size of a dim.
       mesh_shape: the size of each mesh axis.
-      params: abstract parameters in layer order, including the padding layers of a pipeline.
+      params: abstract parameters. Stacked layers are in layer order and include the padding layers of a pipeline.
       axes: the logical axes of the parameters.
       rules: the sharding rules for the ZeRO level of the configuration, from `rules_of_level`.
     """

@@ -1,4 +1,7 @@
-"""Configurations in the files of a run (config.json, and `config` of a checkpoint): all options, and the version."""
+"""Writes and reads the configuration in files of a run: config.json, and the entry `config` of a checkpoint.
+
+A file contains the values of all options, and the version of meshtrain.
+"""
 
 import dataclasses
 from collections.abc import Mapping

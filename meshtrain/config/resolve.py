@@ -56,7 +56,7 @@ def resolve(
       reads_data: whether the data files must exist on this machine; a plan for another cluster does not need them.
 
     Raises:
-      UserError: lists all unknown keys, wrong types, values outside their bounds, and problems that `check` finds.
+      UserError: lists all unknown keys, wrong types, values outside their bounds, and contradictions between options.
     """
     config, found = build(given, overrides or {}, make_task)
     read_elsewhere = ("data.path", "data.validation_path") if is_own(config.data) else ()  # may be URLs

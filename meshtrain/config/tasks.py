@@ -274,9 +274,10 @@ def abstract_task(config: Config, make_task: MakeTask | None = None) -> Task:
 def abstract_weights(
     config: Config, make_task: MakeTask, *, on_one_device: bool = False
 ) -> tuple[Task, Arrays, NamesTree]:
-    """Returns a configuration's task without a mesh, its abstract parameters in layer order, and their logical axes.
+    """Returns a configuration's task without a mesh, its abstract parameters, and their logical axes.
 
-    This function uses no device. Results for built-in tasks are cached, because the planner calls it for many meshes.
+    Stacked layers are in layer order, not grouped by pipeline stage. This function uses no device. Results for built-in
+    tasks are cached, because the planner calls it for many meshes.
 
     Args:
       config: a resolved configuration.

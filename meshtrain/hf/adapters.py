@@ -245,7 +245,7 @@ def _split_matrices(rows: Sequence[Weight], widths: Sequence[int], pairs: Factor
     is not in the result, unless all of lora_B is zero.
 
     Args:
-      rows: the table rows of the tensor's matrices.
+      rows: the tensor's matrices: rows of the table `names.weights`.
       widths: the number of outputs of each matrix.
       pairs: (lora_A, lora_B) of the tensor for each layer.
       rank: the rank of the factors of one matrix.
@@ -310,7 +310,8 @@ def write(
       family: a key of `families.FAMILIES`.
       options: the options of the decoder.
       adapters: the LoRA options of the run; the rank is not 0.
-      params: the parameters with layers in layer order, unboxed; every array is addressable by this process.
+      params: the parameters, without Flax's boxes. Stacked layers are in layer order, not grouped by pipeline stage.
+        Every array is addressable by this process.
       dtype: a key of `export.DTYPES`; values are rounded to it.
       base: the path of the base model; None if the base model is not a Hugging Face folder.
     """
@@ -343,7 +344,7 @@ def _shapes(rows: Sequence[Weight], leaves: Mapping[str, jax.Array]) -> tuple[tu
     """Returns the shapes of lora_A [rank, inputs] and lora_B [outputs, rank] for one tensor of a layer.
 
     Args:
-      rows: the table rows of all matrices in the tensor.
+      rows: all matrices in the tensor: rows of the table `names.weights`.
       leaves: path -> parameter.
     """
     own = _adapted_paths(rows, leaves)
@@ -366,7 +367,7 @@ def _factors(rows: Sequence[Weight], leaves: Mapping[str, jax.Array], layer: int
     """Returns lora_A and lora_B of a tensor in one layer, float32, joined from the factors of the tensor's matrices.
 
     Args:
-      rows: the table rows of all matrices in the tensor.
+      rows: all matrices in the tensor: rows of the table `names.weights`.
       leaves: path -> parameter.
       layer: the index of the layer.
     """
@@ -392,7 +393,7 @@ def _config(
     """Returns the content of adapter_config.json.
 
     Args:
-      modules: the table rows of all matrices in each adapted tensor.
+      modules: for each adapted tensor, all its matrices: rows of the table `names.weights`.
       adapters: the LoRA options of the run.
       leaves: path -> parameter.
       base: the path of the base model; None if the base model is not a Hugging Face folder.

@@ -42,7 +42,8 @@ class Tensor(NamedTuple):
     Attributes:
       name: the tensor's name in Hugging Face's files.
       shape: the tensor's shape in the file.
-      rows: the table rows of the weights in this tensor, ordered by `part`.
+      rows: the decoder's weights that this tensor contains, ordered by `Weight.part`: rows of the table
+        `names.weights`.
       place: (layer, expert) indices if each expert has a separate tensor; otherwise (layer,), or () for a weight
         outside of layers.
     """
@@ -75,7 +76,7 @@ def write_weights(
       folder: an existing folder.
       family: a key of `families.FAMILIES`.
       options: the options of the decoder.
-      params: the parameters with layers in layer order, unboxed.
+      params: the parameters, without Flax's boxes. Stacked layers are in layer order, not grouped by pipeline stage.
       dtype: a key of `DTYPES`; values are rounded to it.
       adapters: the LoRA options of the run.
     """

@@ -162,7 +162,8 @@ def read(folder: Folder, abstract_params: Params, *, shows_bar: bool = False) ->
 
     Args:
       folder: the folder, from `open_folder`. Each process reads from its own disk, so call `refuse_differences` first.
-      abstract_params: a pytree of jax.ShapeDtypeStruct with shardings, layers in layer order.
+      abstract_params: a pytree of jax.ShapeDtypeStruct with shardings. Stacked layers are in layer order, not grouped
+        by pipeline stage.
       shows_bar: whether to draw a progress bar in bytes if standard error is a terminal.
 
     Returns:

@@ -36,8 +36,9 @@ class Weight(NamedTuple):
     Attributes:
       path: the path of the decoder's parameter, without `params/`.
       name: the name of the tensor; the first `{}` is replaced by the layer's index, the second by the expert's index.
-      layout: the dims of the parameter, without the leading dims that stack the tensors of layers and experts.
-      stored: the layout of the tensor.
+      layout: the letters of the parameter's dims, such as `D N H`, without the leading dims that stack the tensors of
+        layers and experts.
+      stored: the letters of the tensor's dims in the file, such as `(N H) D`.
       part: the weight's index in the dim `3` or `2` of `stored`, or in `J` (0: queries, 1: keys, 2: values).
       is_packed: whether the last dim of `stored` is in blocks of MXFP4; E is then the first dim of both layouts.
     """
@@ -357,7 +358,7 @@ def stack(weight: Weight, size: Mapping[str, int]) -> tuple[int, ...]:
     """Returns the sizes of the parameter's leading dims, which stack tensors: (layers, experts), (layers,) or ().
 
     Args:
-      weight: the table row of the weight.
+      weight: the weight, a row of the table `weights`.
       size: letter -> size, from `sizes`.
     """
     return tuple(size[letter] for letter in weight.stacks)
@@ -376,7 +377,7 @@ def tensor_name(weight: Weight, place: tuple[int, ...], size: Mapping[str, int])
     """Returns the name of the tensor that contains one layer (and expert) of a weight.
 
     Args:
-      weight: the table row of the weight.
+      weight: the weight, a row of the table `weights`.
       place: the index in the dims that `stack` returns: (layer, expert), (layer,) or (). The first repeated layer has
         index 0 here, but the name numbers repeated layers after the dense layers.
       size: letter -> size, from `sizes`.
@@ -424,7 +425,7 @@ def unpack_experts(
     Args:
       tensors: name -> tensor.
       name: the name of the encoded tensor, without `_blocks` or `_scales`.
-      weight: the table row of the weight.
+      weight: the weight, a row of the table `weights`.
       size: letter -> size, from `sizes`.
     """
     blocks, scales = tensors[f"{name}{mxfp4.BLOCKS}"], tensors[f"{name}{mxfp4.SCALES}"]
@@ -439,7 +440,7 @@ def as_ours(tensor: np.ndarray, weight: Weight, size: Mapping[str, int]) -> np.n
 
     Args:
       tensor: a contiguous numpy array of shape `shape_in_file`, which may contain other weights, too.
-      weight: the table row of the weight.
+      weight: the weight, a row of the table `weights`.
       size: letter -> size, from `sizes`.
     """
     of_file, letters = re.findall(r"\w", weight.stored), weight.letters
@@ -460,7 +461,7 @@ def as_stored(leaves: Sequence[np.ndarray], rows: Sequence[Weight], size: Mappin
 
     Args:
       leaves: the weights in the decoder's layout, without the dims of `stack`; the vocabulary may be padded.
-      rows: the table rows of the weights, all with the same tensor name, ordered by `part`.
+      rows: the weights, rows of the table `weights` with the same tensor name, ordered by `part`.
       size: letter -> size, from `sizes`.
     """
     letters, parts = re.findall(r"\w", rows[0].stored), []

@@ -112,7 +112,7 @@ def tensors(folder: Path) -> tuple[dict[str, Stored], list[Problem]]:
 
 
 def open_tensors(stored: Mapping[str, Stored]) -> dict[str, np.ndarray]:
-    """Returns name -> tensor as a read-only view of its file; bytes are read from disk when they are used."""
+    """Returns name -> numpy array, a read-only view of the tensor's file; bytes are read when they are used."""
     maps = {file: np.memmap(file, np.uint8, "r") for file in {one.file for one in stored.values()}}
     result = {}
     for name, one in stored.items():

@@ -51,7 +51,12 @@ def _sizes(proc: Path) -> dict[str, int]:
 
 
 def _limits(groups: Path, own: Path) -> Iterator[tuple[int, int]]:
-    """Yields (limit, used bytes) of the control groups of this process that have a limit, inner groups first."""
+    """Yields (limit, used memory) in bytes for each control group of this process with a limit, inner groups first.
+
+    Args:
+      groups: the folder of control groups.
+      own: the file that names the control groups of this process.
+    """
     for folder, limit_file, used_file in _FILES:
         name = re.search(rf"^\d+:{folder}:/(.*)$", _text(own), re.MULTILINE)
         # In a container the root of the folder is often the container's group, even if the name differs.

@@ -118,18 +118,15 @@ def _answers(call: "Hub | Member", said: Said) -> Said:
 def roll_call(
     meeting: Meeting, environ: Mapping[str, str], value: Json, seconds: float, *, needs_all: bool
 ) -> "tuple[Hub | Member, Said]":
-    """Registers this process with all other processes, and exchanges one value of each process.
-
-    Returns the open connection, and process number -> value. Prints every 15 s which processes are missing.
+    """Registers this process with all others; returns the open connection, and process number -> value of the process.
 
     Args:
       meeting: the address of process 0, the number of processes, and the number of this process.
       environ: the environment of this process.
       value: any JSON value of this process; None if it has nothing to send.
-      seconds: how long to wait for the other processes.
-      needs_all: whether it is an error if a process is missing, was rejected or has ended. If false, the result has no
-        value for such a process. There is also no error if a process has sent a value other than None, so that the
-        other processes get this value.
+      seconds: how long to wait for the other processes; the missing processes are printed every 15 s.
+      needs_all: whether a missing, rejected or ended process is an error, unless any process has sent a value other
+        than None, which the others must get. If there is no error, the result lacks the value of such a process.
 
     Raises:
       Unreachable: process 0 cannot be reached or cannot listen (`Occupied`), or this process has another process's

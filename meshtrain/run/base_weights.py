@@ -124,7 +124,8 @@ def _with_adapters(assembly: Assembly, base: str, found: adapters.Adapters, kept
       assembly: the run's assembly.
       base: the path of the base model.
       found: the opened peft folder.
-      kept: the weights of the base model in layer order, with None for the adapters.
+      kept: the weights of the base model, with None for each adapter. Stacked layers are in layer order, not grouped by
+        pipeline stage.
     """
     options, given = adapters.factors(found, base, assembly.config.model)
     like = whole = assembly.states.kept.params

@@ -43,7 +43,7 @@ def assemble_run(
     rules: Rules | None,
     problems: Sequence[Problem] = (),
 ) -> tuple[Assembly, list[str]]:
-    """Returns the assembly of a run on the running processes, and a line to print if processes of the job are missing.
+    """Returns the assembly of a run on the running processes, and lines to print (none if no process is missing).
 
     Args:
       config: the configuration, from `resolve`.
@@ -108,7 +108,7 @@ def spread(
     device's microbatch has no more sequences than with all processes.
 
     Args:
-      config: the run's configuration with all processes.
+      config: the run's configuration, written for all processes.
       mesh_shape: the size of each mesh axis on the remaining processes.
       num_processes: the number of remaining processes.
       full: the number of all processes.

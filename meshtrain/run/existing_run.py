@@ -152,9 +152,9 @@ def _refuse_foreign(
     uses: Collection[str],
     fields: Mapping[str, foreign.Field],
 ) -> None:
-    """Rejects functions, and files outside of the run's folder, that the run names but the user does not.
+    """Rejects a run's configuration if it names a function, or a file outside of the run's folder, without the user.
 
-    The user names them on the command line or in the file of `--config`.
+    The value is allowed if the user names it, too: on the command line or in the file of `--config`.
 
     Args:
       content: the run's configuration as a nested JSON object.

@@ -78,7 +78,7 @@ def restore_or_initialize(assembly: Assembly, checkpoints: Checkpoints) -> tuple
 
 
 def _restore(assembly: Assembly, checkpoints: Checkpoints, step: int) -> TrainState:
-    """Restores the saved state of a step, with layers in layer order; adds or drops weight averages.
+    """Restores the saved state of a step, with stacked layers in layer order; adds or drops weight averages.
 
     If `optimizer.average` is set but no averages were saved, the averages start from the saved weights. If
     `optimizer.average` is not set, saved averages are ignored.
@@ -96,13 +96,14 @@ def _restore(assembly: Assembly, checkpoints: Checkpoints, step: int) -> TrainSt
 
 
 def _as_today(assembly: Assembly, checkpoints: Checkpoints, step: int, kept: TrainState) -> TrainState:
-    """Restores the saved state of a step; converts an extension's arrays if they were saved on another mesh.
+    """Restores the saved state of a step. The run's extension converts its arrays if they were saved on another mesh.
 
     Args:
       assembly: the run's assembly.
       checkpoints: the run's checkpoints.
       step: the step to restore.
-      kept: the abstract state to restore, with shardings and with layers in layer order.
+      kept: the abstract state to restore, with shardings. Stacked layers are in layer order, not grouped by pipeline
+        stage.
     """
     read = functools.partial(checkpoints.restore, step)
     return assembly.extension.restore(read, checkpoints.shapes(step), kept)

@@ -1,4 +1,4 @@
-"""Computes log-likelihoods of many texts: packs them into rows and batches, and sums on the devices.
+"""Computes log-likelihoods of many texts: packs texts into rows and batches; the devices sum log probabilities.
 
 B: rows in a batch, T: tokens a row, V: padded vocabulary, S: segments in a row.
 """

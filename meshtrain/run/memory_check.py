@@ -116,7 +116,7 @@ def refuse_too_large(assembly: Assembly, make_task: MakeTask | None = None, rule
 def refuse_large_weights(assembly: Assembly) -> None:
     """Checks that the weights fit the memory of every process, for commands that do not train. All processes call it.
 
-    On a CPU, replicas of a loaded weight may share memory, so each weight is included once.
+    On a CPU, replicas of a loaded weight may share memory, so the needed bytes include each weight once.
 
     Raises:
       UserError: the weights of a process do not fit; every process raises the same lines.
@@ -175,7 +175,7 @@ def _smaller_states(config: Config, shape: Mapping[str, int]) -> Iterator[Change
 
 
 def _plan(total_bytes: int) -> str:
-    """Returns the command that plans a run on the minimum number of GPU hosts that can store this many bytes."""
+    """Returns a command line, which plans a run on the minimum number of GPU hosts that can store `total_bytes`."""
     card = next(one for one in ACCELERATORS if one.name == PLANNED_ON)
     hosts = max(1, -(-total_bytes // (usable_bytes(card) * HOST_DEVICES)))
     return (
@@ -202,7 +202,7 @@ def warn_of_large_step(assembly: Assembly, step: jax.stages.Compiled) -> None:
 
 @contextmanager
 def explain_memory(assembly: Assembly, step: jax.stages.Compiled | None = None) -> Iterator[None]:
-    """Context manager: replaces an out-of-memory exception of the block by a UserError, see `memory_problem`.
+    """Context manager: replaces an out-of-memory exception of the block by a UserError with `memory_problem`.
 
     Args:
       assembly: the run's assembly.

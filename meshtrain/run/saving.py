@@ -57,7 +57,7 @@ def save(
       assembly: the run's assembly.
       checkpoints: the run's checkpoints.
       corpus: the run's data, whose fingerprint the checkpoint records.
-      found: step -> value of the early-stopping metric in each evaluation; the checkpoint includes it.
+      found: step -> value of the early-stopping metric, for each evaluation so far; saved in the checkpoint.
       step: the number of completed steps.
       state: the training state after this step.
 
@@ -213,10 +213,10 @@ def new_id() -> str:
 
 @contextlib.contextmanager
 def guard(actions: Actions, checkpoints: Checkpoints, trackers: Trackers) -> Iterator[Actions]:
-    """Yields the loop's actions with checks for deleted files.
+    """Context manager: yields a copy of `actions` with checks for deleted files.
 
-    Before an evaluation or a row of metrics, they raise FolderLost if the run's folder was deleted or replaced. If the
-    metrics file was deleted, the loop saves the state and stops.
+    Before an evaluation or a row of metrics, the copy raises FolderLost if the run's folder was deleted or replaced. If
+    the metrics file was deleted, the loop saves the state and stops.
 
     Args:
       actions: the actions of the loop.
@@ -224,8 +224,8 @@ def guard(actions: Actions, checkpoints: Checkpoints, trackers: Trackers) -> Ite
       trackers: the run's trackers, which detect a deleted metrics file.
 
     Raises:
-      FolderLost: the run's folder or its checkpoint folder was deleted or replaced; or the metrics file was, and the
-        state is saved.
+      FolderLost: the run's folder or its checkpoint folder was deleted or replaced; or the metrics file was deleted or
+        replaced, after the state was saved.
     """
 
     def checked(action: Callable[..., T]) -> Callable[..., T]:

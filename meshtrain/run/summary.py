@@ -84,7 +84,7 @@ def show(
 
 
 def metrics_of_evaluation(values: Mapping[str, float | None]) -> dict[str, float]:
-    """Returns name -> value of the last evaluation's metrics except the loss, such as `accuracy`."""
+    """Returns name, such as `accuracy` -> value of the last evaluation's metrics in `values`, except the loss."""
     evaluated = {name.removeprefix(EVALUATED): value for name, value in values.items() if name.startswith(EVALUATED)}
     return {name: value for name, value in evaluated.items() if name != "loss" and value is not None}
 
@@ -117,7 +117,7 @@ def rate_of_the_run(values: Mapping[str, float | None], units_per_step: int) -> 
 
 
 def places(run: Path) -> list[str]:
-    """Returns the names of the files and folders of a run that exist; a folder's name ends with a slash."""
+    """Returns the names of a run's existing files and folders, for the summary; a folder's name ends with a slash."""
     return [f"{name}/" if (run / name).is_dir() else name for name in _PLACES if (run / name).exists()]
 
 

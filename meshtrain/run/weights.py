@@ -200,7 +200,8 @@ def restore_params(
     Args:
       directory: a workdir, its directory `checkpoints`, or a Hugging Face folder; `weights_problems` returns [] for it.
       step: the step of the checkpoint; None: the newest undamaged checkpoint.
-      abstract_params: a pytree of jax.ShapeDtypeStruct with shardings, layers in layer order.
+      abstract_params: a pytree of jax.ShapeDtypeStruct with shardings. Stacked layers are in layer order, not grouped
+        by pipeline stage.
       rounded: tree paths of weights to cast if their saved dtype differs; weights of a Hugging Face folder are always
         cast.
       averaged: whether to read averaged weights instead of the last weights. A Hugging Face folder has no averages.

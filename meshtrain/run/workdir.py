@@ -89,7 +89,7 @@ def check(run: Path, config: Config, *, is_saved: bool) -> list[Problem]:
 def _out_of_place(run: Path) -> list[Problem]:
     """Returns an error line for each path in the run's folder that is not of the expected kind, or is not writable.
 
-    For example, `config.json` must be a file, but may be a folder. Missing files and folders are no errors.
+    For example, a folder named `config.json` is an error, because this path must be a file. A missing path is no error.
     """
     problems = []
     for name, wanted in {**dict.fromkeys(_FILES, "a file"), **dict.fromkeys(_FOLDERS, "a folder")}.items():
@@ -190,7 +190,7 @@ def _lost(run: Path, folder: int | None) -> str:
 
 
 def _lock(path: Path, held: contextlib.ExitStack) -> TextIO:
-    """Opens and locks a file until the stack `held` closes.
+    """Opens and locks a file, and returns it; the lock ends when the stack `held` closes.
 
     Raises:
       BlockingIOError: another process has locked it.
