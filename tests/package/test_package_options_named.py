@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from meshtrain import options, user_functions
+from meshtrain import user_functions
 from meshtrain.errors import UserError
 
 pytestmark = pytest.mark.quick
@@ -46,7 +46,7 @@ import gc, sys
 collections = []
 gc.callbacks.append(lambda phase, info: collections.append(info["generation"]))
 from meshtrain import main
-from meshtrain import options
+from meshtrain import user_functions
 from meshtrain.errors import UserError
 collections.clear()
 user_functions.import_modules("meshtrain.config.resolve", "meshtrain.training")
@@ -95,7 +95,7 @@ def test_a_package_that_is_broken_or_another_one_is_a_line_with_its_file(text, u
 @pytest.mark.parametrize("text", ["import no_such_module", "import json\njson.loads('{')", "1 / 0"])
 def test_a_bug_of_ours_keeps_its_traceback(text, monkeypatch, tmp_path):
     (tmp_path / "ours.py").write_text(text)
-    monkeypatch.setattr(options, "_PACKAGE", str(tmp_path))
+    monkeypatch.setattr(user_functions, "_PACKAGE", str(tmp_path))
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "ours", raising=False)
     with pytest.raises((ModuleNotFoundError, ValueError, ZeroDivisionError)) as bug:

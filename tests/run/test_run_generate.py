@@ -107,7 +107,7 @@ def test_a_disk_that_is_full_at_the_end_is_one_line(command, straight, tmp_path,
     def full(path, content):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(flags, "write_whole", full)
+    monkeypatch.setattr(output_files, "write_whole", full)
     picture, texts, page = (str(tmp_path / name) for name in ("mesh.png", "texts.jsonl", "report.html"))
     generating = [f"--workdir={straight.directory}", "--prompt=def", "--num-tokens=2", f"--out={texts}"]
     for main, words, flag, path in (
