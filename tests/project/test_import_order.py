@@ -20,6 +20,7 @@ WITHOUT_JAX = {
     "meshtrain.errors",
     "meshtrain.files",
     "meshtrain.options",
+    "meshtrain.user_functions",
 }
 WITHOUT_MESH = {"meshtrain.loop", "meshtrain.models"}
 CONTRACTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]

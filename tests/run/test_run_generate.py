@@ -8,7 +8,7 @@ import jax
 import pytest
 
 from meshtrain import explain, generate
-from meshtrain.cli import flags
+from meshtrain.cli import output_files
 from meshtrain.errors import UserError
 from meshtrain.pipeline import __main__ as pipeline
 from meshtrain.plan import __main__ as plan
