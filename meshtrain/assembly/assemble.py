@@ -71,7 +71,7 @@ class Assembly:
 
     @property
     def cost(self) -> Cost:
-        """The bytes of activations that one microbatch sends and stores on one device, by the task's formulas."""
+        """The bytes of activations that one device sends and stores for one microbatch, from the task's formulas."""
         shape = dict(self.mesh.shape)
         units = units_on_device(self.config, self.task, self.placed.rules, shape)
         return self.task.cost(shape, units / num_microbatches(self.config, shape))

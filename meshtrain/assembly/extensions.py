@@ -122,7 +122,7 @@ def checked_update(
 ) -> tuple[Arrays, Arrays]:
     """Calls `Reduction.update` on one device, and checks the pytrees, shapes and dtypes that it returns.
 
-    Call this function in a region in which all mesh axes are manual: arrays there are the local shards.
+    Call this function in a region in which all mesh axes are manual, with the device's local shards.
 
     Args:
       reduction: the custom reduction.

@@ -107,8 +107,8 @@ def pipeline_program(config: Config, shape: Mapping[str, int]) -> Program | None
 def _replicas(config: Config, task: Task, params: Params, axes: NamesTree, rules: Rules, mesh: Mesh) -> GradientSync:
     """Returns the object that sums gradients over microbatches and replicas, with the shardings of parameters.
 
-    ZeRO level 2 and custom reductions need a region in which the data axis is manual: code there sees only its
-    replica's part of the batch.
+    ZeRO level 2 and custom reductions need a region in which the data axis is manual: code in this region sees only the
+    part of the batch that belongs to its replica.
 
     Raises:
       UserError: a weight cannot be stored as configured, or the configuration needs a manual data axis and the task or

@@ -56,7 +56,10 @@ _AXES: Callable[..., TrainState] = TrainState
 
 
 def outer_optimizer(options: LocalStepsOptions) -> optax.GradientTransformation:
-    """Returns the optimizer of the anchor: SGD, with Nesterov momentum if `outer_momentum` is above 0."""
+    """Returns the optimizer that moves the anchor (the synchronized weights) towards the mean of the groups' weights.
+
+    It is SGD, with Nesterov momentum if `options.outer_momentum` is above 0.
+    """
     momentum = options.outer_momentum or None
     return optax.sgd(
         options.outer_learning_rate, momentum, nesterov=momentum is not None, accumulator_dtype=jnp.float32
@@ -164,7 +167,7 @@ def check(config: Config, mesh_shape: Mapping[str, int]) -> list[Problem]:
 
 
 def estimate(config: Config, mesh_shape: Mapping[str, int]) -> Estimate:
-    """Estimates the memory and the traffic of local steps on one device.
+    """Returns an estimate of the memory and the traffic of local steps on one device.
 
     A device stores weights, gradient sums and moments for each of its groups (replicas of the model).
 
@@ -199,16 +202,17 @@ class Groups:
 
     @property
     def num_here(self) -> int:
-        """The number of groups n that a device along data computes."""
+        """The number of groups n (replicas of the model) on each device along the data axis."""
         return self.num_groups // self.placed.mesh.shape[DATA]
 
     def gradients(self, of_group: Gradients) -> Gradients:
-        """Returns the gradient function of all groups; each group has separate weights and a share of the batch.
+        """Returns a function (params, batch, rng, seeds) -> `Sums`, the loss and gradients of each of G groups.
 
-        The arguments of this function are parameters; the batch [B, ...] of B sequences; a PRNG key; and seeds [G], the
-        factor of each group's loss in the backward pass. Trained parameters are [G, ...], with G groups; frozen
-        parameters have no dim G. The function returns sums [G] and gradients [G, ...]. It opens a `jax.shard_map`
-        region that is manual over data; the manual regions of other axes nest inside.
+        A group is a replica of the model with separate weights and a share of the batch. Trained parameters are [G,
+        ...]; frozen parameters have no dim G. The batch is [B, ...] for B sequences, and `seeds` [G] has the factor of
+        each group's loss in the backward pass. The loss, the weight and each metric are [G], and gradients are [G,
+        ...]. The function opens a `jax.shard_map` region that is manual over data; manual regions of other axes nest
+        inside.
 
         Args:
           of_group: the gradient function of one model, which is called for each group.
@@ -242,7 +246,7 @@ class Groups:
         return run
 
     def accumulators(self, sums: Arrays) -> Arrays:
-        """Returns the abstract gradient sums of all G groups, float32 [G, ...], with shardings.
+        """Returns the abstract gradient sums of all G groups (replicas of the model), float32 [G, ...], with shardings.
 
         Args:
           sums: the abstract gradient sums of one model, with shardings.
@@ -255,7 +259,9 @@ class Groups:
         return jax.tree.map(stacked, sums)
 
     def first_extra(self, trained: Arrays) -> Arrays:
-        """Returns the initial residual of the reduction: float32 [devices along data, ...]; () without residuals.
+        """Returns the initial residual of `reduction`: zeros, float32 [devices along data, ...]; () if it has none.
+
+        A residual is the part of earlier sums that a compressed reduction has not sent yet.
 
         Args:
           trained: the trained parameters of one model, with global shapes.
@@ -263,12 +269,12 @@ class Groups:
         return () if self.reduction is None else first_extra(self.reduction, self.placed.replicas, trained)
 
     def mean(self, tree: Arrays, residual: Arrays = ()) -> tuple[Arrays, Arrays]:
-        """Returns the mean over groups of a pytree, and the residual for the next mean.
+        """Returns the mean of arrays over all G groups (replicas of the model), and the residual for the next mean.
 
         The attribute `reduction` sums over the data axis; if it is None, a float32 all-reduce is used.
 
         Args:
-          tree: a pytree with the structure of the trained parameters, float32 [G, ...] for G groups.
+          tree: the arrays, a pytree with the structure of the trained parameters, float32 [G, ...].
           residual: a pytree of the unsent parts of earlier means, float32 [devices along data, ...]; () without
             residuals.
         """
@@ -292,7 +298,7 @@ class Groups:
         return on_shards(mesh, on_device, (stacked, of_residual), (whole, of_residual), axes=axes)(tree, residual)
 
     def sent_bytes(self, elements: float, replicas: int) -> float:
-        """Returns the minimum bytes that a device sends over data to average arrays over the groups.
+        """Returns the minimum bytes that a device sends over data to compute the mean of arrays over all groups.
 
         Args:
           elements: the number of elements of the arrays on a device.
@@ -319,7 +325,7 @@ class Groups:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Local:
-    """The groups' weights and the outer optimizer's state; stored in `TrainState.extra`.
+    """The weights of all groups (replicas of the model) and the outer optimizer's state, stored in `TrainState.extra`.
 
     Attributes:
       params: the trained parameters of all G groups, [G, ...], in the dtypes of `TrainState.params`.
@@ -341,13 +347,13 @@ def in_groups(
     mask: Masks = None,
     extra: Callable[[Arrays], Arrays] = lambda trained: (),
 ) -> TrainState:
-    """Returns the initial state of all groups; every group starts with the same weights and moments.
+    """Returns the initial state of all groups (replicas of the model), which start with the same weights and moments.
 
     Args:
       state: the initial state of one model.
       options: the options of local steps.
       mask: a bool pytree, true for trained parameters; None: all parameters are trained.
-      extra: a function of the trained parameters that returns the initial residual.
+      extra: a function of the trained parameters that returns the initial residual of the reduction, or ().
     """
 
     def stacked(tree: Arrays) -> Arrays:
@@ -364,14 +370,17 @@ def in_groups(
 
 
 def restarted(state: TrainState, mask: Masks = None) -> TrainState:
-    """Returns the state with the trained weights of every group reset to `state.params` (the anchor)."""
+    """Returns the state with the trained weights of every group (replica of the model) replaced by `state.params`."""
     trained, _ = select(state.params, mask)
     params = jax.tree.map(lambda anchor, leaf: jnp.broadcast_to(anchor, leaf.shape), trained, state.extra.params)
     return dataclasses.replace(state, extra=dataclasses.replace(state.extra, params=params))
 
 
 def from_weights(state: TrainState, params: Params, mask: Masks = None) -> TrainState:
-    """Returns the state with `params` as `TrainState.params` and as the weights of every group; donates `state`."""
+    """Returns the state of a run that starts from other weights: `params` become the weights of every group.
+
+    A group is a replica of the model. `params` also become `TrainState.params`. The argument `state` is donated.
+    """
     begun = functools.partial(restarted, mask=mask)
     state = dataclasses.replace(state, params=params)
     return jax.jit(begun, donate_argnums=0, out_shardings=shardings(state))(state)
@@ -385,11 +394,11 @@ def axes_in_groups(
     options: LocalStepsOptions,
     mask: Masks,
 ) -> dict[str, list[Names]]:
-    """Returns field of `TrainState` -> logical axes of its arrays, for the state of all groups.
+    """Returns field of `TrainState` -> the logical axes of each of its arrays, in the state of all groups.
 
     Args:
       of_fields: the same mapping for the state of one model, from `shardings.axes_of_fields`.
-      abstract: the abstract state of all groups.
+      abstract: the abstract state of all groups (replicas of the model).
       params: the abstract parameters of one model.
       axes: a pytree with the structure of the parameters; each leaf is a tuple of logical axes.
       options: the options of local steps.
@@ -414,11 +423,12 @@ def axes_in_groups(
 
 
 def inner_step(gradients: Gradients, update: Update, scaling: Scaling | None = None, mask: Masks = None) -> TrainStep:
-    """Returns the step of all G groups: (state, batch) -> (state, metrics). Group g trains on share g of the batch.
+    """Returns the step in which each of G groups trains on its share of the batch: (state, batch) -> (state, metrics).
 
-    The metrics have the names of `step.WeightUpdate` and combine all groups. Loss and the task's metrics are over the
-    global batch. grad_norm and learning_rate are means over groups; skipped_steps is a sum; loss_scale is the minimum.
-    The guard's metrics are the maxima over groups.
+    A group is a replica of the model with separate weights, in `TrainState.extra`. The metrics have the names of
+    `step.WeightUpdate` and combine all groups. Loss and the task's metrics are over the global batch. grad_norm, the
+    norms of layers and learning_rate are means over groups; skipped_steps is a sum; loss_scale is the minimum. The
+    guard's metrics are the maxima over groups.
 
     Args:
       gradients: a function (params [G, ...], batch, rng, seeds [G]) -> sums [G] and gradients [G, ...], from
@@ -445,7 +455,7 @@ def inner_step(gradients: Gradients, update: Update, scaling: Scaling | None = N
 
 
 def over_groups(metrics: Mapping[str, Arrays], sums: Sums) -> Metrics:
-    """Combines the metrics of all G groups, each [G, ...], into the metrics of a step, without the dim G.
+    """Combines the metrics of G groups (replicas of the model), each [G, ...], into one value for each metric.
 
     Args:
       metrics: the metrics of `step.WeightUpdate`, each [G, ...].
@@ -474,8 +484,9 @@ def outer_step(
 ) -> Callable[[TrainState], TrainState]:
     """Returns the outer step, a function state -> next state that synchronizes the weights of all G groups.
 
-    With the anchor a and the groups' weights w, the outer optimizer gets a - mean(w) as the gradient of a. Then all
-    groups restart from the updated anchor. The groups' moments and the step number stay unchanged.
+    A group is a replica of the model. With the anchor a (`state.params`) and the groups' weights w, the outer optimizer
+    gets a - mean(w) as the gradient of a. Then all groups restart from the updated anchor. The groups' moments and the
+    step number stay unchanged.
 
     Args:
       transformation: the outer optimizer.

@@ -3,7 +3,7 @@
 After an update the average of a weight w is decay * average + (1 - decay) * w. Here w is the updated weight in float32,
 even if it is stored in another dtype (averaging: Polyak and Juditsky 1992; exponential weights: Tarvainen and Valpola
 2017). Averages start at the initial weights, so there is no bias to correct. There is no warm-up: after n updates the
-initial weights have a share of decay^n.
+initial weights still contribute to the average with the factor decay^n.
 
 In the optimizer's state an average has the path of its weight, so averages are sharded, offloaded, counted and saved
 like moments. They are float32 even if moments are stored in fewer bytes. Training never reads them.

@@ -54,7 +54,7 @@ def as_text(schedule: Schedule, costs: Costs, *, in_step: bool = False, max_colu
       max_columns: the maximum number of characters in a line.
 
     Raises:
-      UserError: before it is split into blocks, the chart would have more than MAX_TEXT_COLUMNS columns.
+      UserError: the complete chart, not split into blocks, would have more than MAX_TEXT_COLUMNS columns.
     """
     spans = (run_in_step if in_step else run_freely)(schedule, costs)
     labels = [describe(span.action, schedule.num_chunks) for span in spans]

@@ -259,9 +259,10 @@ def run_in_step(schedule: Schedule, costs: Costs) -> list[Span]:
 
 
 def bubble_fraction(spans: list[Span], num_stages: int) -> Fraction:
-    """Returns the bubble fraction: the exact share of all stages' time, from 0 to the last end, in which stages idle.
+    """Returns the bubble fraction: the share of time in which stages idle, averaged over stages, as an exact fraction.
 
-    It is (S - 1) / (M + S - 1) for gpipe on S stages with M microbatches:
+    The time is counted from 0 to the end of the last action. The fraction is (S - 1) / (M + S - 1) for gpipe on S
+    stages with M microbatches:
 
     >>> from meshtrain.pipeline.schedules import build
     >>> schedule = build("gpipe", num_stages=4, num_microbatches=8)

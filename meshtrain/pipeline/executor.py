@@ -158,7 +158,7 @@ class ChunkReduction:
         self.is_scattered = jax.tree.map(lambda weight: weight.is_scattered, stored)
 
     def start(self, units: Params) -> ReducedChunks:
-        """Returns the value of `Carry.reduced` before the first reduction: zeros, and 0 reduced chunks.
+        """Returns the `ReducedChunks` before the first reduction: zeros as gradients, and 0 reduced chunks.
 
         Args:
           units: the trained weights of this stage's layers, each leaf [units of the stage, layers in a unit, ...].
@@ -354,10 +354,10 @@ class Rows:
         return given[1] < ring.end_of_layers(cell.chunk, self.num_stages, self.stages.num_layers, self.num_chunks)
 
     def first_place(self, cell: Cells) -> Place:
-        """Returns the index of the first unit of the cell's chunk among this stage's units.
+        """Returns the index, among this stage's units, of the first unit of the chunk that this stage runs in a row.
 
-        If stages have one chunk, this index is a constant. Then XLA knows which slice each iteration of a loop reads,
-        and a matrix product may read the weights in place.
+        A unit is a group of layers that are computed in one call. If stages have one chunk, this index is a constant.
+        Then XLA knows which slice each iteration of a loop reads, and a matrix product may read the weights in place.
         """
         return np.int32(0) if self.num_chunks == 1 else cell.chunk * self.num_units
 

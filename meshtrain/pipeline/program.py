@@ -44,7 +44,8 @@ class Cells(NamedTuple):
       kept_slot: [R, S] int32; the slot of the chunk's residuals, written in F rows and read in B rows.
       output_slot: [R, S] int32; the slot of the last stage's output in its last chunk, written in F rows and read in B
         rows.
-      embed_slot: [R, S] int32; the slot for the microbatch that is embedded at the end of a row (stage 0, else dump).
+      embed_slot: [R, S] int32; the slot for the microbatch that is embedded at the end of a row; the dump slot on all
+        stages except stage 0.
       receive_slot: [R, S] int32; the slot for the activation that arrives at the end of an F row.
       cotangent_slot: [R, S] int32; the slot of the output's cotangent in a B row (dump for the last stage in its last
         chunk, whose cotangent comes from the head).
@@ -299,7 +300,10 @@ def _assign_slots(
 
 
 def chunk_ends(program: Program) -> list[tuple[int, int]]:
-    """Returns (row, chunk) for each chunk, sorted by row: the last backward row of the chunk on any stage."""
+    """Returns (row, chunk) for each chunk, sorted by row; the row is the last one with a backward action of the chunk.
+
+    After this row the chunk's gradient sums are complete on all stages.
+    """
     is_backward = np.array([kind == "B" for kind in program.kinds])[:, None] & program.cells.active
     last = [
         int(np.flatnonzero((is_backward & (program.cells.chunk == chunk)).any(axis=1))[-1])
@@ -377,9 +381,10 @@ def _loops(program: Program, start: int, stop: int) -> tuple[Segment, ...]:
 
 
 def _signature(program: Program, first: int, step: int, times: int, outer_step: int, outer_times: int) -> Signature:
-    """Returns the body that can run all rows first + i step + j outer_step, for i < times and j < outer_times.
+    """Returns the signature of one compiled body that can run several rows: each part that at least one row needs.
 
-    The body has each part (embedding, head, backward pass of the embedding) that at least one of these rows needs.
+    The parts are the embedding, the head, and the backward pass of the embedding. The rows have the indices first +
+    i * step + j * outer_step, for i < times and j < outer_times; all of them are of the same kind.
     """
     rows = [first + i * step + j * outer_step for j in range(outer_times) for i in range(times)]
     flags = program.cells.embed_microbatch, program.cells.head_microbatch, program.cells.embed_backward_microbatch
@@ -389,7 +394,9 @@ def _signature(program: Program, first: int, step: int, times: int, outer_step: 
 
 
 def _parts(program: Program, first: int, count: int) -> list[int]:
-    """Returns the lengths of the one or two loops that run `count` rows of one kind from row `first` on.
+    """Decides whether consecutive rows run as one loop or as two; returns the number of rows in each loop, in order.
+
+    The rows are `count` rows of one kind, from row `first` on.
 
     A masked embedding is not free: it sums activations over the stages, twice the bytes that a row sends. So rows at
     the start or end of a loop that need no embedding get a separate loop, if they are the majority and at least as many

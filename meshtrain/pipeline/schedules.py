@@ -190,7 +190,7 @@ def _gpipe(num_stages: int, num_microbatches: int, num_chunks: int) -> list[Row]
 def _1f1b(num_stages: int, num_microbatches: int, num_chunks: int) -> list[Row]:
     """Returns the rows of 1F1B: backwards as early as possible (Narayanan et al. 2021).
 
-    Its bubble fraction is the same as with gpipe, with 2 S - 1 - 2 s microbatches in flight on stage s of S stages.
+    Its bubble fraction is that of gpipe, but at most 2 S - 1 - 2 s microbatches are in flight on stage s of S stages.
     """
     _one_chunk("1f1b", num_chunks)
     return _align_rows(num_stages, num_microbatches, num_chunks)

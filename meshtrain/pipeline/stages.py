@@ -60,7 +60,7 @@ def num_microbatches(batch: Batch) -> int:
 
 
 def with_cast_layers(stages: Stages, params: Params) -> Params:
-    """Returns parameters with the layers in their compute dtypes, if the model casts layers once a step.
+    """Returns parameters with the layers cast to their compute dtypes; unchanged if `stages.cast` is None.
 
     Call this function before the pipeline's manual region. Weights that ZeRO shards are gathered inside this region; if
     they are cast first, they are gathered in the compute dtypes.
@@ -202,7 +202,7 @@ def run_chunk(
       batch: a microbatch: entry name -> array [b, ...] of b sequences.
       rng: a typed key.
       start: the index of the chunk's first layer in the model.
-      end: the index of the first padding layer, counted from the model's first layer as `start` is.
+      end: the index in the model at which the chunk's padding layers start; from `end_of_layers`.
     """
 
     def one(state: tuple[Activations, jax.Array], weights: Params) -> tuple[tuple[Activations, jax.Array], LayerSums]:

@@ -278,7 +278,7 @@ class GradientSync:
     def _on_each(
         self, function: Callable[[jax.Array, ParamSharding], jax.Array], gradients: Arrays, stored: ParamShardings
     ) -> Arrays:
-        """Applies a function to each gradient in a region in which all mesh axes are manual.
+        """Applies a function to each gradient in a region in which all mesh axes are manual; returns the results.
 
         Args:
           function: a function (gradient, its `ParamSharding`) -> result; both arrays are one device's shards.
@@ -311,7 +311,10 @@ class GradientSync:
         return sum_over(x.astype(self.wire_dtype), DATA, weight.scattered_dim)
 
     def with_replicas(self, specs: Specs) -> Specs:
-        """Returns the specs of the arrays with an added leading dim of replicas, which the data axis splits."""
+        """Returns the specs of arrays [replicas, ...], given the specs of arrays without the dim of replicas.
+
+        The data axis splits the dim of replicas.
+        """
         replicas = DATA if self.mesh.shape[DATA] > 1 else None
         return jax.tree.map(lambda spec: PartitionSpec(replicas, *spec), specs)
 

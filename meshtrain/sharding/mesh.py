@@ -155,9 +155,10 @@ def _too_many(sizes: Mapping[str, int], num_devices: int) -> list[Problem]:
 
 
 def _filling_override(sizes: Mapping[str, int], num_devices: int) -> str:
-    """Returns the override of one axis, such as `mesh.data=4`, with which the mesh uses exactly `num_devices`.
+    """Returns an option as text, such as `mesh.data=4`, with which the mesh uses exactly `num_devices` devices.
 
-    The axis is the outermost one for which this is possible. If there is none, the text states the required product.
+    The option changes the size of the outermost axis for which this is possible. If it is possible for no axis, the
+    text states the required product of all sizes.
     """
     for axis in AXES:
         others = math.prod(size for name, size in sizes.items() if name != axis)
@@ -260,7 +261,7 @@ def advice(mesh: Mesh, num_machines: int = 0) -> list[tuple[str, str]]:
     Args:
       mesh: a mesh of real or ahead-of-time devices.
       num_machines: number of machines on which the processes run; 0: one machine per process. If several processes run
-        on one machine, the links between them are unknown, so there is no advice.
+        on one machine, the links between them are unknown, and the result is [].
     """
     platform = mesh.devices.flat[0].platform
     key, what, far = ("slice_index", "slice", ()) if platform == "tpu" else ("process_index", "host", storage_axes())
@@ -279,7 +280,12 @@ def _numbers(mesh: Mesh, key: str) -> np.ndarray:
 
 
 def _crossing(numbers: np.ndarray) -> list[str]:
-    """Returns the mesh axes along which the result of `_numbers` (slice or process of each device) changes."""
+    """Returns the names of the mesh axes that cross slices or processes.
+
+    Args:
+      numbers: the number of the slice or process of each device, in the shape of the mesh (from `_numbers`). An axis is
+        returned if the number changes along it.
+    """
     return [axis for i, axis in enumerate(AXES) if (numbers != numbers.take([0], axis=i)).any()]
 
 

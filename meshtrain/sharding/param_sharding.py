@@ -218,8 +218,8 @@ def params_with_axes(init: Callable[[jax.Array], Arrays], *, on_one_device: bool
 
     Args:
       init: a function of a PRNG key that returns the parameters; a leaf may be boxed with its logical axes.
-      on_one_device: whether the model runs on one device. The axes of a leaf without a box are then None for each dim;
-        otherwise they are a single None (missing).
+      on_one_device: whether the model runs on one device. If so, a leaf without a box has the axes (None, ..., None).
+        Otherwise its entry is None instead of a tuple: the axes are missing.
 
     Raises:
       UserError: one line for each weight whose box has no tuple of names, such as an NNX variable without axes.
@@ -339,9 +339,10 @@ def axes_of_dims(spec: PartitionSpec, num_dims: int) -> list[tuple[str, ...]]:
 def split_further(
     spec: PartitionSpec, shape: Sequence[int], axes: tuple[str, ...], mesh_shape: Mapping[str, int]
 ) -> PartitionSpec:
-    """Returns a spec in which `axes` also split one dim: the first dim whose shard size they divide.
+    """Returns a spec in which `axes` also split one dim.
 
-    If there is no dim that they divide, the spec is returned unchanged.
+    This is the first dim whose shard size is divisible by the product of the sizes of `axes`. If there is no such dim,
+    the spec is returned unchanged.
 
     Args:
       spec: the spec to extend.

@@ -222,12 +222,13 @@ def default_rules(options: LayoutOptions) -> Rules:
     Tensor parallelism follows Megatron-LM (Shoeybi et al. 2019): heads and mlp are split over tensor, so the first
     matmul of a pair is column parallel and the second row parallel. Sequence parallelism (Korthikanti et al. 2022)
     shards the residual stream between the pairs along the sequence, over the same axis. A pair of convolutions is split
-    in the same way over its `filters`. The dim `filters` is also sharded for storage, and so is the output dim of an
-    adapter's factor that has no dim `embed`. The latent dim of an activation is not split; the weights that project
-    from a latent are sharded for storage along this dim. Layers before the pipeline's layers are stored on all stages.
-    Experts are split over the expert axis, and the dim `expert_embed` of their weights over the other storage axes. The
-    rule `batch` has every axis that splits the batch, the rule `sequence` every axis that splits sequences, and the
-    rule `embed` every axis that stores weights.
+    in the same way over its `filters`.
+
+    The rule `batch` has every axis that splits the batch, and the rule `sequence` every axis that splits sequences. The
+    axes that store weights split the dims `embed`, `filters` and `from_latent` (the input dim of weights that project
+    from a latent) of stored weights. They also split the output dim of an adapter's factor that has no dim `embed`. The
+    latent dim of an activation is not split. Layers before the pipeline's layers are stored on all stages. Experts are
+    split over the expert axis, and the dim `expert_embed` of their weights over the other storage axes.
 
     >>> rules = default_rules(LayoutOptions())
     >>> rules.parameters["vocab"], rules.parameters["heads"], rules.parameters["norm"]

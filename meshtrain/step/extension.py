@@ -86,7 +86,7 @@ def plain_update(update: Callable[..., Update], after_update: AfterUpdate | None
 
 
 def plain_restore(read: Read, shapes: Shapes, like: TrainState) -> TrainState:
-    """Reads a checkpoint whose arrays have the shapes of this run's state.
+    """Returns the state that a checkpoint contains; its arrays must have the shapes of this run's state.
 
     Args:
       read: a function that reads a state from the checkpoint.
@@ -97,7 +97,7 @@ def plain_restore(read: Read, shapes: Shapes, like: TrainState) -> TrainState:
 
 
 def with_weights(state: TrainState, params: Params) -> TrainState:
-    """Returns the state with the weights `params` in place of its own weights."""
+    """Returns the training state with the weights `params`; all other arrays of the state are unchanged."""
     return dataclasses.replace(state, params=params)
 
 

@@ -49,7 +49,7 @@ class Scaling:
     Attributes:
       options: the rule for changing the scale.
       num_targets: number of targets in the global batch. The backward pass multiplies the task's loss, a sum over
-        targets, by the scale divided by `num_targets` (rounded down to a power of two). So a suitable scale depends
+        targets, by scale / n, where n is `num_targets` rounded down to a power of two. So a suitable scale depends
         neither on the batch size nor on the number of microbatches.
       largest: the largest finite gradient in the backward pass; infinity for float32 and bfloat16.
     """

@@ -52,7 +52,7 @@ from meshtrain.step.step import with_sequence_index
 
 
 def abstract_params(task: Task, stack: Stack | None, num_devices: int) -> tuple[Params, NamesTree]:
-    """Returns the abstract parameters of a task on the devices, and their logical axes.
+    """Returns a task's abstract parameters, in the shapes that the devices store, and their logical axes.
 
     A pipeline's layers are arranged in stages; without a pipeline they are in layer order, [L, ...] for L layers.
 

@@ -108,7 +108,7 @@ def _of(key: str, problem: Problem) -> Problem:
 def _wait_longer() -> None:
     """Makes gcsfs retry requests for about three minutes; by default it gives up after half a minute.
 
-    A process that gives up ends a run of several processes: the others wait for its part of the save.
+    If one of several processes gave up, the run would end, because the other processes wait for its part of the save.
     """
     gcsfs, retry = import_modules("gcsfs", "gcsfs.retry")
     tries, said_seconds = gcsfs.GCSFileSystem._request, [-math.inf]
