@@ -151,6 +151,11 @@ def order_hash(examples: Examples, *, seed: int, first_sample: int) -> str:
     """Returns a hexadecimal hash of the example numbers of up to 1,024 samples, starting with `first_sample`.
 
     The processes of a run compare their hashes, so that all of them read the same data in the same order.
+
+    Args:
+      examples: the examples; a mixture if they are `Parts` with weights.
+      seed: the seed of the shuffle.
+      first_sample: index of the first sample to include.
     """
     order = order_of(examples, seed=seed)
     # Grain takes a millisecond for a sample of a small data set, whose epochs are short.

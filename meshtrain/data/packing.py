@@ -282,7 +282,7 @@ def inner_ends(documents: Sequence[np.ndarray], end_id: int) -> np.ndarray:
 
 
 def inner_end_targets(examples: Examples, index: int) -> np.ndarray | None:
-    """Returns a mask of the targets that are end tokens inside a document, bool [T], for one example.
+    """Returns a mask of the targets of example `index` that are end tokens inside a document, bool [T].
 
     Returns None if no document of the data contains an end token that does not end the document.
     """

@@ -53,8 +53,8 @@ class ConvnetOptions:
 class ConvNet(nnx.Module):
     """A classifier of images: two convolutions with GroupNorm, max pooling, a dense layer and the head.
 
-    It maps images [b, H, W, C] in the compute dtype to logits [b, K]. The metadata of each weight has the weight's
-    logical axes.
+    It maps images [b, H, W, C] (height, width, channels) in the compute dtype to logits [b, K] for K classes. The
+    metadata of each weight has the weight's logical axes.
     """
 
     def __init__(self, options: ConvnetOptions, dtype: DTypeLike, placement: Placement, rngs: nnx.Rngs) -> None:

@@ -147,6 +147,10 @@ def open_pairs(options: DataOptions, asked: DataRequest) -> Dataset:
     Each example contains both texts of a pair: the prompt with the chosen answer and the prompt with the rejected
     answer.
 
+    Args:
+      options: data options with the source `preferences`.
+      asked: the run's requirements for its data, such as the sequence length and the vocabulary size.
+
     Raises:
       UserError: has one line for each line of a file that is not a pair, whose answers are equal, or whose two texts
         have more than `sequence_length` tokens together. The error is also raised if the tokenizer or the task does not
@@ -194,7 +198,12 @@ def open_pairs(options: DataOptions, asked: DataRequest) -> Dataset:
 def open_each(options: DataOptions, asked: DataRequest) -> dict[str, Examples]:
     """Returns {path: the examples of this file} for the files of `data.path`, without a validation split.
 
-    The examples and errors are described in `open_pairs`.
+    Args:
+      options: data options with the source `preferences`.
+      asked: the run's requirements for its data, such as the sequence length and the vocabulary size.
+
+    Raises:
+      UserError: for the reasons stated in `open_pairs`.
     """
     whole = functools.partial(dataclasses.replace, options, validation_fraction=0.0)
     return {str(path): open_pairs(whole(path=str(path)), asked).train for path in check_files(options, like="chat")}

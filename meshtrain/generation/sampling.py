@@ -56,7 +56,7 @@ def choose(logits: jax.Array, keys: jax.Array, index: jax.Array, sampling: Sampl
 
 
 def mask_logits(logits: jax.Array, sampling: Sampling) -> jax.Array:
-    """Sets the logits of tokens that top-k and top-p exclude to minus infinity; returns float32 [rows, vocabulary].
+    """Sets the logits of tokens that top-k or top-p excludes to minus infinity; returns float32 [rows, vocabulary].
 
     Tokens with the same logit as the last included token are also included, so the order of equal logits is irrelevant.
     """

@@ -259,7 +259,10 @@ def _rows(requests: Sequence[Request], num_rows: int, length: int) -> tuple[np.n
 
 
 def _cast(decode: Decode, params: Params) -> Params:
-    """Casts the weights to the dtypes of the computation, with unchanged shardings."""
+    """Returns the weights cast to the dtypes of the computation by `decode.cast`, with unchanged shardings.
+
+    If `decode.cast` is None, the weights are returned unchanged.
+    """
     if decode.cast is None:
         return params
     wanted = jax.eval_shape(decode.cast, params)

@@ -156,6 +156,11 @@ def _reductions(remat: RematOptions, placement: Placement) -> float:
     """Returns the number of all-reduces of activations over the tensor axis per layer, forward and backward.
 
     A reduce-scatter or an all-gather counts as half. The number is a mean over layers with and without recomputation.
+
+    Args:
+      remat: the recomputed activations, whose communication the backward pass repeats.
+      placement: its rules determine whether activations between layers are split along the sequence, over the tensor
+        axis.
     """
     # The backward pass repeats halves (scatter or gather) of the two all-reduces of a layer's forward pass. It does not
     # need the sum at the layer's end.

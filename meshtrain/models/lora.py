@@ -131,12 +131,19 @@ def initializer(init: Callable[[jax.Array], Params], options: LoraOptions) -> Ca
     """Returns a function like `Task.init` that also initializes the adapters.
 
     Returns the same function for equal arguments, because JAX caches traces by function.
+
+    Args:
+      init: `Task.init` of the task without adapters.
+      options: adapter options, which select the matrices and the rank.
     """
     return functools.partial(_init, init, options)
 
 
 def _init(init: Callable[[jax.Array], Params], options: LoraOptions, rng: jax.Array) -> Params:
-    """Returns the unchanged weights of `init` and the adapter factors, each boxed with its logical axes."""
+    """Returns the weights of `init(rng)` unchanged, and the adapter factors, each boxed with its logical axes.
+
+    `options` select the adapted matrices and the rank.
+    """
     is_box = lambda leaf: isinstance(leaf, meta.AxisMetadata)  # noqa: E731
 
     def extended(tree: Params, above: str) -> Params:

@@ -100,6 +100,10 @@ def casts_first(options: RematOptions, placement: Placement) -> bool:
     weights again, so the layer saves the gather's input: its weights in the compute dtype. If each iteration of the
     forward loop cast the weights of its layer, these weights would be an output of the loop. XLA would then run the
     complete forward loop a second time, to gather early the weights that the backward pass needs first.
+
+    Args:
+      options: the recomputed activations.
+      placement: states whether weights are gathered; if not, the result is false.
     """
     return placement.gathers_weights and (options.policy == "none" or options.every > 1)
 

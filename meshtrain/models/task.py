@@ -486,8 +486,8 @@ def loss_of_stages(stages: Stages, casts_first: bool = False) -> Callable[[Param
 def token_batch(batch_size: int, sequence_length: int) -> dict[str, Entry]:
     """Returns `Task.batch` of a text model: the arrays of packed tokens, which the loader fills.
 
-    `tokens`, `targets`, `segment_ids` (0 is padding) and `positions` (within the document) are int32 [B, T]. `weights`
-    are float32 [B, T]: 1 if the target is part of the loss, else 0.
+    B is `batch_size`, T is `sequence_length`. `tokens`, `targets`, `segment_ids` (0 is padding) and `positions` (within
+    the document) are int32 [B, T]. `weights` are float32 [B, T]: 1 if the target is part of the loss, else 0.
 
     >>> {name: entry.shape for name, entry in token_batch(8, 128).items() if name != "positions"}
     {'tokens': (8, 128), 'targets': (8, 128), 'segment_ids': (8, 128), 'weights': (8, 128)}

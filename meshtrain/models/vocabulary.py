@@ -305,7 +305,10 @@ def _specs(table: jax.Array, rows: jax.Array, placement: Placement) -> tuple[Par
 
 
 def _scattered_axes(table: jax.Array, rows: jax.Array, placement: Placement) -> tuple[str, ...]:
-    """Returns the mesh axes over which the sum of `look_up` is scattered along the sequence; () for a plain sum."""
+    """Returns the mesh axes over which the sum of `look_up` is scattered along the sequence; () for a plain sum.
+
+    `look_up` describes the arguments.
+    """
     vocabulary, batch = _specs(table, rows, placement)
     of_residual = placement.activation_spec((*rows.shape, table.shape[1]), RESIDUAL)
     _, of_tokens, _ = axes_of_dims(of_residual, len(RESIDUAL))

@@ -130,7 +130,7 @@ def pad_documents(
 
 
 def same_document(of_queries: jax.Array, of_keys: jax.Array) -> jax.Array:
-    """Returns a mask bool [b, 1, T, S], true if query and key are in the same document.
+    """Returns a mask bool [b, 1, T, S] for T queries and S keys, true if query and key are in the same document.
 
     Args:
       of_queries: int32 [b, T], document ids of queries.

@@ -168,6 +168,10 @@ def gathers_keys(attention: Attention, mesh_shape: Mapping[str, int]) -> bool:
     """Returns whether devices with parts of a sequence must gather keys and values instead of exchanging heads.
 
     This is so if the number of heads is not a multiple of the devices that share a sequence.
+
+    Args:
+      attention: settings of attention; only the number of query heads is read.
+      mesh_shape: mesh axis -> size.
     """
     return mesh_shape[CONTEXT] > 1 and attention.num_heads % of_sequence(mesh_shape) > 0
 

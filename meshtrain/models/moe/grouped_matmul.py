@@ -151,8 +151,8 @@ def compute_blocks(
 ) -> jax.Array:
     """Returns the product of each block of rows with its expert's weight, [R, F], by the kernel in `how`.
 
-    `rows` are [R, D], `weights` [E, D, F]; `product` describes these and the other arguments. Only the kernel `gpu`
-    reads `stack`.
+    `rows` are [R, D] for R rows, `weights` [E, D, F] for E experts; `product` describes the arguments. Only the kernel
+    `gpu` reads `stack`.
     """
     return _times(how, rows, weights, owners, stack, transposed=False)
 
@@ -162,8 +162,8 @@ def _times(
 ) -> jax.Array:
     """Returns the product of each block of rows with its expert's weight, or with the transposed weight.
 
-    For weights [E, D, F], rows are [R, D] and the result is [R, F]. With `transposed`, rows are [R, F] and the result
-    is [R, D]. The other arguments are described in `product`.
+    For weights [E, D, F] of E experts, the R rows are [R, D] and the result is [R, F]. With `transposed`, rows are [R,
+    F] and the result is [R, D]. The other arguments are described in `product`.
     """
     if how.kernel == "loop":
         return _times_in_loop(rows, weights.swapaxes(1, 2) if transposed else weights, owners)

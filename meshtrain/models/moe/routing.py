@@ -151,12 +151,23 @@ def z_loss(routing: Routing, tokens: Tokens) -> jax.Array:
     """Returns the router z-loss, float32 scalar: the weighted sum over targets of (log sum exp of logits)^2.
 
     Source: Zoph et al. 2022, ST-MoE.
+
+    Args:
+      routing: routing of the tokens; `log_normalizers` are read.
+      tokens: weights of targets.
     """
     return jnp.sum(tokens.weights * jnp.square(routing.log_normalizers))
 
 
 def entropy(routing: Routing, tokens: Tokens) -> jax.Array:
-    """Returns the entropy of each token's shares in nats, summed over weighted targets: float32 scalar, no gradient."""
+    """Returns the entropy of each token's shares of experts in nats, summed over weighted targets, a float32 scalar.
+
+    The result has no gradient.
+
+    Args:
+      routing: routing of the tokens; `shares` are read.
+      tokens: weights of targets.
+    """
     shares = jax.lax.stop_gradient(routing.shares)
     terms = -shares * jnp.log(jnp.maximum(shares, jnp.finfo(jnp.float32).tiny))
     return jnp.sum(tokens.weights * jnp.sum(terms, axis=-1))

@@ -144,6 +144,11 @@ def _shares(options: DecoderOptions, mesh_shape: Mapping[str, int], units: float
     If only some layers have a window, an entry states the share of layers without a window. With experts there are
     three entries: the share of blocks that have rows, the share of the tokens' chosen experts that are on the device,
     and the number of iterations of the loop over further parts (`moe/chunks.py`), which is 0.
+
+    Args:
+      options: options of the decoder.
+      mesh_shape: mesh axis -> size.
+      units: tokens of a microbatch on a device.
     """
     result = {LOCAL_OR_GLOBAL: options.num_global / options.num_layers} if options.alternates else {}
     if options.moe.num_experts:
@@ -161,6 +166,11 @@ def _parts(options: DecoderOptions, mesh_shape: Mapping[str, int], units: float)
 
     The result is (split of a turn's rows into parts, number of turns, number of experts on the device, number of tokens
     in a turn on all devices that share the experts); see `moe/chunks.py`.
+
+    Args:
+      options: options of the decoder.
+      mesh_shape: mesh axis -> size.
+      units: tokens of a microbatch on a device.
     """
     num_here, sharing = options.moe.num_experts // num_parts(expert_axes(), mesh_shape), mesh_shape[EXPERT]
     num_turns = chunks.num_turns(int(units), sharing, options.moe.experts_per_token, options.moe.num_experts)

@@ -293,6 +293,8 @@ class Decoder:
     def prefill(self, params: Params, tokens: jax.Array, lengths: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
         """Reads R prompts into an empty cache; returns the logits [R, V] of the next tokens, and the cache.
 
+        V: padded vocabulary.
+
         Args:
           params: parameters in their compute dtypes.
           tokens: prompts, int32 [R, P], padded on the right to P tokens.
@@ -310,6 +312,8 @@ class Decoder:
 
     def step(self, params: Params, tokens: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
         """Appends a token to each of R rows; returns the logits [R, V] of the next tokens, and the cache.
+
+        V: padded vocabulary.
 
         Args:
           params: parameters in their compute dtypes.
