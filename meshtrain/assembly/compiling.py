@@ -62,9 +62,9 @@ def reduced_early(config: Config, placed: Placed) -> Placed:
     """Returns `placed` with `program.reduces_chunks` set to the faster choice; unchanged without a pipeline.
 
     If it is true, a pipeline reduces the gradients of each chunk of layers as soon as they are complete, else all
-    gradients after the last clock tick. The estimate of both times depends only on the configuration, the mesh and the
-    kind of device, so `plan` and a run choose the same program. It assumes matrix products at the speed of large
-    products, the idle clock ticks of the schedule, and replicas on different hosts. A device without known rates, such
+    gradients after the last clock tick. The choice is an estimate from the configuration, the mesh and the kind of
+    device, so `plan` and a run choose the same program. It assumes matrix products at the speed of large products, the
+    idle clock ticks of the schedule, and replicas on different hosts. A device without known rates, such
     as a CPU, is estimated as an H100.
     """
     program, task, mesh = placed.program, placed.task, placed.mesh

@@ -44,7 +44,7 @@ def computations(config: Config, placed: Placed) -> Computations:
 
 
 def _whole(config: Config, placed: Placed) -> Computations:
-    """Returns the functions for a mesh without a pipeline: each device computes all layers on its part of the batch."""
+    """Returns the functions of a batch on a mesh without a pipeline: a device computes all layers on its shard."""
     task, axes, parts = placed.task, batch_axes(placed.batch), num_microbatches(config, placed.mesh.shape)
     of_task = task.logits
     # The decoder's `task.loss` is last(repeated(first(batch))) of `models/transformer/task.py`.
@@ -56,7 +56,7 @@ def _whole(config: Config, placed: Placed) -> Computations:
 
 
 def _staged(config: Config, placed: Placed) -> Computations:
-    """Returns the functions for a mesh with a pipeline: each stage computes some layers, for all microbatches."""
+    """Returns the functions of a batch on a mesh with a pipeline: a stage computes some layers for all microbatches."""
     task, program, mesh = placed.task, placed.program, placed.mesh
     parts, axes, stages, specs = (
         num_microbatches(config, mesh.shape),

@@ -208,11 +208,11 @@ class Groups:
     def gradients(self, of_group: Gradients) -> Gradients:
         """Returns a function (params, batch, rng, seeds) -> `Sums`, the loss and gradients of each of G groups.
 
-        A group is a replica of the model with separate weights and a share of the batch. Trained parameters are [G,
-        ...]; frozen parameters have no dim G. The batch is [B, ...] for B sequences, and `seeds` [G] has the factor of
-        each group's loss in the backward pass. The loss, the weight and each metric are [G], and gradients are [G,
-        ...]. The function opens a `jax.shard_map` region that is manual over data; manual regions of other axes nest
-        inside.
+        A group is a replica of the model with separate weights and a share of the batch. Each trained parameter is
+        [G, ...]; frozen parameters have no dim G. The batch is [B, ...] for B sequences, and `seeds` [G] has the factor
+        of each group's loss in the backward pass. In the result the loss, the weight and each metric are [G], and each
+        gradient is [G, ...]. The function opens a `jax.shard_map` region that is manual over data; manual regions of
+        other axes nest inside.
 
         Args:
           of_group: the gradient function of one model, which is called for each group.

@@ -199,9 +199,11 @@ class OptimizerOptions:
 
 
 def check(options: OptimizerOptions) -> list[Problem]:
-    """Returns an error line for each value that is too large, an invalid block size, and an invalid `trainable`.
+    """Returns an error line for each invalid option of the optimizer; [] if all options are valid.
 
-    Minima and choices are checked before (`options.problems`).
+    The possible errors: a decay (`beta1`, `beta2`, `momentum` or `average`) is not below 1; `moment_block` is no power
+    of two within its bounds; or `trainable` is no valid regular expression. The minimum and the choices of each option
+    are checked by `options.problems`, not here.
     """
     above = [
         Problem(f"optimizer.{name}", got=getattr(options, name), allowed="at least 0 and below 1", nearest="0.999")

@@ -317,10 +317,11 @@ LEAST_HIDDEN = 0.02
 
 
 def worth_reducing_early(program: Program, reduction_seconds: float, computing_seconds: float) -> bool:
-    """Returns whether to reduce gradients chunk by chunk, overlapped with later rows, not all after the last row.
+    """Returns whether to reduce the gradients of each chunk during later rows, instead of all after the last row.
 
-    The last of V chunks has no later rows, so (V - 1) / V of the reduction is hidden. Each other chunk must be followed
-    by a loop of rows: XLA's scheduler does not overlap a collective well with a single row.
+    The last of V chunks has no later rows, so (V - 1) / V of the reduction is hidden. The result is true if the hidden
+    time is above `LEAST_HIDDEN` times the computing time, and each chunk except the last is followed by several rows:
+    XLA's scheduler does not overlap a collective well with a single row.
 
     Args:
       program: the program of a schedule.

@@ -368,7 +368,7 @@ def _user_rows(name: str, num_stages: int, num_microbatches: int, num_chunks: in
 
 
 def _no_rows(given: Any, num_stages: int) -> str:
-    """Describes the first error in the form of a user function's result; '' if the result is a list of rows.
+    """Returns a text that states why a user function's result is not a list of rows; '' if it is a list of rows.
 
     Args:
       given: the function's result.

@@ -304,9 +304,11 @@ class GradientSync:
         return self._sent(x, weight).astype(jnp.float32)
 
     def _sent(self, x: jax.Array, weight: ParamSharding) -> jax.Array:
-        """Returns the sum of the gradients `x` over the data axis, in `wire_dtype`; only a shard if `weight` says so.
+        """Returns the sum of a gradient over the data axis in `wire_dtype`: the full sum, or this replica's shard.
 
-        At ZeRO levels 1 and 2 each replica gets its shard of the sum along `weight.scattered_dim`, if that is not 0.
+        Args:
+          x: this replica's gradient.
+          weight: its `ParamSharding`. `scattered_dim` is the dim of the shards; 0: return the full sum.
         """
         return sum_over(x.astype(self.wire_dtype), DATA, weight.scattered_dim)
 

@@ -62,8 +62,8 @@ class Traced:
           given: index of a sliced array -> a pytree of additional arrays [L, ...], L: layers. The hook gets the slices
             of each array in this mapping and of its additional arrays. Other sliced arrays do not pass through the
             hook.
-          hook: a function that returns the slices with which the loop computes. It is called once for each loop, while
-            JAX traces the loop's body.
+          hook: a function (index -> slice, index -> slices of its additional arrays) -> (index -> slice with which the
+            loop computes). It is called once for each loop, while JAX traces the loop's body.
         """
         jaxpr, arguments = self.closed.jaxpr, [*arrays, *jax.tree.leaves(others)]
         tracked = {jaxpr.invars[index]: index for index in given}
@@ -132,7 +132,8 @@ def _run_hooked(
       tracked: an input of the jaxpr that exactly one equation reads -> the index of its array in the list that was
         passed to `trace`.
       given: index in this list -> a pytree of additional arrays [L, ...] for the hook, L: layers.
-      hook: a function that returns the slices with which the loop computes.
+      hook: a function (index -> slice, index -> slices of its additional arrays) -> (index -> slice with which the loop
+        computes).
     """
     tracked, places = dict(tracked), dict[int, dict[int, int]]()
     for number, equation in enumerate(jaxpr.eqns):
@@ -164,7 +165,8 @@ def _scan(
       mine: position of an input whose slices pass through the hook -> the index of its array in the list that was
         passed to `trace`.
       given: index in this list -> a pytree of additional arrays [L, ...] for the hook, L: layers.
-      hook: a function that returns the slices with which the loop computes.
+      hook: a function (index -> slice, index -> slices of its additional arrays) -> (index -> slice with which the loop
+        computes).
     """
     loop = _Loop(equation, inputs)
     start = len(loop.consts) + len(loop.carry)

@@ -115,7 +115,7 @@ def level_problems(options: ZeroOptions, num_replicas: int, fsdp: int) -> list[P
 
 
 def rules_of_level(rules: Rules, level: int) -> Rules:
-    """Returns the rules with the storage axes of a ZeRO level: at level 3 the data axis is added to them."""
+    """Returns the rules for a ZeRO level: at level 3 the data axis is added to the storage axes of `rules`."""
     if level < MAX_LEVEL or DATA in rules.storage_axes:
         return rules
     return dataclasses.replace(rules, storage_axes=(*rules.storage_axes, DATA))
@@ -323,7 +323,10 @@ def activation_sharding(
 
 
 def spec_of_dims(axes: Sequence[tuple[str, ...]]) -> PartitionSpec:
-    """Returns the spec with these mesh axes for each dim, without trailing None: specs of equal shardings are equal."""
+    """Returns the spec of an array, given the mesh axes that split each dim: `axes[i]` for dim i, () for no split.
+
+    The spec has no trailing None, so specs of equal shardings are equal.
+    """
     parts = [names[0] if len(names) == 1 else names or None for names in axes]
     while parts and parts[-1] is None:
         parts.pop()

@@ -49,7 +49,7 @@ class Placement:
 
     @classmethod
     def single_device(cls) -> "Placement":
-        """Returns the placement of a single device: each of its functions is the identity."""
+        """Returns the placement for a single device, which has no mesh: its methods return arrays unchanged."""
         return cls(default_rules(LayoutOptions()), None)
 
     def for_decoding(self, names: Sequence[str]) -> "Placement":

@@ -5,7 +5,7 @@ row-major order, so the last axes connect neighbours on the fast links within a 
 layer, and so do `context` and `expert`, with fewer bytes. `fsdp` communicates once per layer, `pipeline` once per
 microbatch, and `data` once per step.
 
-To add an axis, add a record to `AXIS_RECORDS`; CONTRIBUTING.md lists what each role needs besides.
+To add an axis, add a record to `AXIS_RECORDS`; CONTRIBUTING.md lists the further changes that a role needs.
 """
 
 import dataclasses

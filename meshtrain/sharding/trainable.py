@@ -56,7 +56,7 @@ def trainable_mask(pattern: str, params: Arrays, *, has_adapters: bool = False) 
     """Returns a pytree of bool with the structure of the parameters: True for each trained weight.
 
     The pattern is searched anywhere in a path (`re.search`): `query` matches `layers/attention/query`, and `^layers/`
-    matches everything in the layers. The empty pattern matches every path.
+    matches everything in the layers. Without adapters the empty pattern matches every path.
 
     >>> trainable_mask("up$", {"layers": {"up": 1.0, "down": 2.0}})
     {'layers': {'down': False, 'up': True}}
@@ -64,8 +64,8 @@ def trainable_mask(pattern: str, params: Arrays, *, has_adapters: bool = False) 
     Args:
       pattern: a valid regular expression.
       params: a pytree of arrays or `jax.ShapeDtypeStruct`s, the parameters.
-      has_adapters: whether some parameters are adapters, which are always trained. The empty pattern then matches no
-        other path.
+      has_adapters: whether some parameters are adapters, which are always trained. The empty pattern then selects only
+        them.
 
     Raises:
       UserError: no path matches; the line names the nearest path.

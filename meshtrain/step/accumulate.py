@@ -125,7 +125,7 @@ def accumulate_gradients(
 
 
 def _separate_zeros(zeros: Sums) -> Sums:
-    """Returns the same zeros in a form that XLA does not merge with other zeros, such as the last microbatch's.
+    """Returns the same zeros in a form that XLA does not merge with other zeros of the program.
 
     Merged zeros would occupy memory during the loop over the earlier microbatches.
     """

@@ -1,4 +1,4 @@
-"""Norms of gradients, weights and updates: one for each layer, and one for each other top-level key of the parameters.
+"""Norms of gradients, weights and updates: one per stacked layer, and one per top-level key for all other arrays.
 
 A weight that stacks layers has one sum of squares per layer. The step computes these sums when it reads the same arrays
 for other purposes, and devices exchange only one number per sum. A pipeline stores layers in chunks with padding layers

@@ -76,9 +76,10 @@ class LossScale:
 
 
 def check(options: LossScaleOptions, *, computes_in_float16: bool) -> list[Problem]:
-    """Returns an error line for an invalid initial scale, and for float16 activations without loss scaling.
+    """Returns an error line for each invalid option of loss scaling; [] if all options are valid.
 
-    Minima and choices are checked before (`options.problems`).
+    The possible errors: the initial scale is not a power of two from `MINIMUM` to `MAXIMUM`; or activations are float16
+    and the loss is not scaled. The minimum and the choices of each option are checked by `options.problems`, not here.
 
     Args:
       options: the options of loss scaling.

@@ -32,7 +32,7 @@ Reduce = Callable[[Arrays, Arrays], tuple[Arrays, Arrays]]
 
 
 def with_sequence_index(batch: Batch) -> Batch:
-    """Returns the batch with an added entry `sequence_index`: int32 [B], the index of each of the B examples in it."""
+    """Adds the entry `sequence_index` to a global batch of B examples: the index of each example, int32 [B]."""
     num_sequences = jax.tree.leaves(batch)[0].shape[0]
     return {**batch, SEQUENCE_INDEX: jnp.arange(num_sequences, dtype=jnp.int32)}
 
