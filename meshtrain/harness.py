@@ -94,9 +94,9 @@ class Requests:
     Attributes:
       assembly: the run's assembly on a mesh without a pipeline; `likelihoods.problems_of_task` accepts its task.
       params: the weights, with the shapes and shardings of `assembly.state.params`.
-      tokenizer: the tokenizer of the run. A text without a context follows the tokenizer's `begin` ids, or, if there
-        are none, the end-of-document token. After the end-of-document token, the first token of a text has a low
-        probability, because training does not predict the first token of a document.
+      tokenizer: the tokenizer of the run. A text without a context is scored after the tokenizer's `begin` ids, or, if
+        there are none, after the end-of-document token. After the end-of-document token, the first token of a text has
+        a low probability, because training does not predict the first token of a document.
       score: the function that `likelihoods.scorer` returns for the assembly; it is compiled once.
     """
 

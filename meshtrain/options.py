@@ -155,7 +155,7 @@ def _named(name: str, groups: Sequence[tuple[str, Options]], known: Mapping[str,
 
 
 def dims(options: Options, path: str) -> dict[str, tuple[str, Value]]:
-    """Returns logical axis -> (dotted key, value) of the option that sets the size of the axis; groups are included."""
+    """Returns logical axis -> (dotted key, value) of the option that sets the axis's size, also in nested groups."""
     result = dict[str, tuple[str, Value]]()
     for field in dataclasses.fields(options):
         key, value = f"{path}.{field.name}", getattr(options, field.name)

@@ -345,7 +345,7 @@ class Checkpoints:
         """Waits until the save in progress, if any, is complete, including its checksums.
 
         Raises:
-          SaveFailed: this save failed.
+          SaveFailed: the save in progress failed.
         """
         if self._in_flight is None:
             return
@@ -366,7 +366,10 @@ class Checkpoints:
             raise self._failure(save.step, error) from error
 
     def close(self) -> None:
-        """Waits for the save in progress and ends the threads. Does not raise SaveFailed, see `newest_failure`."""
+        """Waits for the save in progress and ends the threads.
+
+        If the save fails, SaveFailed is stored in `newest_failure` and not raised.
+        """
         with contextlib.suppress(SaveFailed):
             self.wait()
         self._thread.shutdown()

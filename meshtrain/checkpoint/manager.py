@@ -45,9 +45,9 @@ def manager(directory: Place, *, writes: bool) -> ocp.CheckpointManager:
 def start_save(manager: ocp.CheckpointManager, step: int, items: ocp.args.Composite) -> None:
     """Starts to write a checkpoint; returns when the arrays' buffers may be overwritten. Raises Orbax's errors.
 
-    At exit, Python waits for all threads except daemons. If the folder of a save cannot be created, Orbax's threads
-    wait for the folder for five minutes after the save has failed. A thread inherits the daemon flag from the thread
-    that starts it, so the save starts in a daemon thread.
+    The save starts in a daemon thread, so that Orbax's threads inherit the daemon flag and do not delay the end of the
+    program. If the folder of a save cannot be created, Orbax's threads wait for the folder for five minutes after the
+    save has failed, and at exit Python waits for all threads except daemons.
 
     Args:
       manager: Orbax's manager, opened for writing.

@@ -1,9 +1,9 @@
 """Ensures that only one run writes checkpoints into a folder or bucket: a file names the owner and has a heartbeat.
 
-The file contains the run's id, its process and the time of the heartbeat. It remains after a kill. A run that restarts
-in its workdir resumes immediately, since the lock of the workdir shows that no other process of the run is alive.
-Another run takes over immediately if the owner's process ran on the same machine and has ended. If the owner's process
-ran on another machine, another run takes over after ten minutes without a heartbeat.
+The file contains the run's id, its process and the time of the heartbeat. The file remains if the process is killed. A
+run that restarts in its workdir resumes immediately, since the lock of the workdir shows that no other process of the
+run is alive. Another run takes over immediately if the owner's process ran on the same machine and has ended. If the
+owner's process ran on another machine, another run takes over after ten minutes without a heartbeat.
 """
 
 import contextlib
@@ -237,7 +237,7 @@ def _start_lock(place: Place) -> Iterator[None]:
 
 
 def _owner(place: Place) -> JsonObject:
-    """Returns the content of the owner's file: {} if the file is missing, an empty run id if it is damaged."""
+    """Returns the content of the owner's file; {} if it is missing, a content with an empty run id if it is damaged."""
     try:
         owner = dict(read_json(buckets.read(place / OWNER)))
         if all(isinstance(owner[name], str) for name in ("run", "host")) and is_finite(owner["seconds"]):

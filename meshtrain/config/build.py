@@ -31,7 +31,7 @@ ConfigLike: TypeAlias = Config | ml_collections.ConfigDict | Mapping[str, Value]
 
 
 def default(task: str = "decoder") -> ml_collections.ConfigDict:
-    """Returns the default configuration, which a configuration file then edits.
+    """Returns the default configuration as a ConfigDict, which a configuration file then edits.
 
     The ConfigDict accepts any key and any value, so that `resolve` can report all wrong keys and values together. A
     locked and typed ConfigDict would raise at the first.

@@ -37,10 +37,10 @@ def get_config():
 def of_folder(directory: str | Path, ignore: str = "") -> Config:
     """Returns an unresolved configuration with the model of a Hugging Face folder.
 
-    The function reads config.json. If config.json ties the embeddings to a separate output head, or states a
-    quantization, it also reads tensors or their dtypes. Text is encoded with the folder's tokenizer and chat template.
-    Without a tokenizer.json, the data source is `synthetic`, for which a text is a list of token ids, written as
-    numbers.
+    The function reads config.json. If config.json ties the embeddings although the files have a separate output head,
+    it also reads these tensors; if config.json states a quantization, it also reads the dtypes of tensors. Text is
+    encoded with the folder's tokenizer and chat template. Without a tokenizer.json, the data source is `synthetic`, for
+    which a text is a list of token ids, written as numbers.
 
     Args:
       directory: the path of the folder.

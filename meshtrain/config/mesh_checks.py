@@ -136,7 +136,7 @@ def _in_stages(config: Config, mesh_shape: Mapping[str, int], task: Task, *, has
 
 
 def _rounding_problems(config: Config, stack: Stack) -> list[Problem]:
-    """Returns a problem for each option that asks for random rounding, if layers are spread unevenly over stages.
+    """Returns a problem for each option that asks for random rounding, if `stack` spreads layers unevenly over stages.
 
     The random bits depend on a value's index in its array. With an uneven spread, which pads the array, this index
     differs from the index on a single device.

@@ -39,7 +39,7 @@ def to_mesh(shape: Mapping[str, int]) -> Change:
 def with_level(config: Config, level: int) -> Change:
     """Returns the change (dotted key -> value) that sets `zero.level`.
 
-    If the configuration sets `zero.strategy`, the change clears it, because a strategy implies another level.
+    If the configuration sets `zero.strategy`, the change also clears it, because a strategy determines the level.
     """
     strategy = {"zero.strategy": ""} if config.zero.strategy else {}
     return {"zero.level": level, **strategy}

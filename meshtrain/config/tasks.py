@@ -2,7 +2,8 @@
 
 A task function is (config, placement) -> Task. Its attribute `options` is the frozen dataclass of its options, which
 becomes `config.model`; each field is an `option(default, text)`. It may have an attribute `check`, a function (config,
-mesh_shape) -> an error line for each problem. For built-in tasks, the class `BuiltIn` combines all three.
+mesh_shape) -> an error line for each problem. For a built-in task, an object of `BuiltIn` is the function with both
+attributes.
 """
 
 import dataclasses
@@ -129,7 +130,7 @@ def _check_decoder(config: Config, mesh_shape: Mapping[str, int]) -> list[Proble
 def model_problems(config: Config, mesh_shape: Mapping[str, int]) -> list[Problem]:
     """Returns an error line for each contradiction between a decoder's options, other options, and the mesh.
 
-    Whether the data source provides tokens is not checked, see `source_problems`.
+    `source_problems` checks whether the data source provides tokens; this function does not.
 
     Args:
       config: a configuration whose `model` is `DecoderOptions`; its fields are within their bounds.

@@ -55,7 +55,7 @@ class Adapters(NamedTuple):
 
     Attributes:
       directory: the absolute path of the folder.
-      options: the LoRA options in adapter_config.json; `targets` has its default.
+      options: the LoRA options in adapter_config.json, except `targets`, which has its default value.
       base: the base model's path or name in adapter_config.json; '' if the file does not state it.
       stored: name -> tensor, for all tensors of the folder.
     """

@@ -399,7 +399,10 @@ def _canonical_names(given: Mapping[str, Json], family: Family) -> tuple[JsonObj
 
 
 def _fields(given: Mapping[str, Json], family: Family) -> tuple[Values, list[Problem]]:
-    """Returns the decoder options that the family's keys state, and an error line for each missing or invalid key."""
+    """Returns the decoder options (dotted name -> value) in a family's keys, and an error line for each bad key.
+
+    A key is bad if it is required and missing, or if its value is invalid.
+    """
     fields, problems = dict(family.fixed), list[Problem]()
     for key, name in family.fields.items():
         value = given.get(key)
@@ -418,7 +421,7 @@ def _fields(given: Mapping[str, Json], family: Family) -> tuple[Values, list[Pro
 
 
 def _unsupported_keys(given: Mapping[str, Json], kind: str) -> list[Problem]:
-    """Returns an error line for each key that changes the results and whose value the decoder does not support."""
+    """Returns an error line for each key that changes the results of the family `kind` and has a bad value."""
     family = FAMILIES[kind]
     understood = {*family.fields, *family.idle, *positions.keys(kind)}
     only = {**ONLY, **family.only, **dict([family.activation]), "architectures": ([family.architecture],)}

@@ -106,7 +106,8 @@ def write_rest(
     Args:
       folder: an existing folder.
       config: the content of config.json, from `config_export.as_json`.
-      original: the folder that the model was imported from; None if the model was not imported.
+      original: the folder that the model was imported from, whose generation_config.json is copied; None if the model
+        was not imported.
       of_text: the folder whose tokenizer and chat template are copied; None: no tokenizer is copied.
       written: name -> content of additional files; they replace copied files of the same name.
     """

@@ -26,9 +26,10 @@ class Family(NamedTuple):
       is_rotary: whether the model uses RoPE.
       scales_rope: whether config.json may scale RoPE's frequencies, as for YaRN.
       off: the keys of `fields` that may be null, which means the option's default.
-      only: other key -> the values that the decoder supports. A missing key has its value in `absent`, if any.
+      only: key that sets no option but changes results -> the values that the decoder supports. If the key is missing,
+        its value in `absent`, if any, is checked.
       same: key -> another name of this key in some files.
-      idle: other keys, which have no effect if all keys in `only` have supported values.
+      idle: keys without an effect, if all keys in `only` have supported values.
       packed: the supported values of `quant_method` in `quantization_config`; empty: no quantization is supported.
     """
 

@@ -39,7 +39,7 @@ class Folder:
       directory: the absolute path of the folder.
       model: the model that config.json describes.
       table: one row for each weight of the model, with the tensor names in these files.
-      stored: name -> tensor, for the tensors in the table only.
+      stored: name -> tensor, for the tensors that `table` names.
       left_out: the number of tensors of a multimodal folder that belong to its image model; they are not read.
     """
 
@@ -227,9 +227,10 @@ def by_name(directory: str | Path, abstract_params: Params) -> Mapping[str, tens
 
 
 def read_by_name(directory: str | Path, abstract_params: Params) -> Params:
-    """Reads the weights of a custom task into sharded arrays, which replace the leaves of `abstract_params`.
+    """Returns the weights of a custom task as sharded arrays, in the structure of `abstract_params`.
 
-    Dtypes are converted. `by_name` explains the names of the tensors and the errors.
+    The arrays have the dtypes and shardings of `abstract_params`. `by_name` explains the names of the tensors and the
+    errors.
     """
     tensors = tensor_files.open_tensors(by_name(directory, abstract_params))
     not_finite, leaves = dict[str, None](), []

@@ -240,7 +240,7 @@ _OF_IMAGES = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\..*")
 
 
 def _deepseek(options: DecoderOptions) -> list[Weight]:
-    """Returns the table rows of DeepSeek: the first `moe.dense_layers` layers have a dense mlp, the others experts."""
+    """Returns the table rows of DeepSeek, with a dense mlp in the first `moe.dense_layers` layers, then experts."""
     attention = [row for row in _OF_LATENT if options.latent.query_dim or not row[0].startswith("attention/query")]
     attention += [] if options.latent.query_dim else [_WHOLE_QUERY]
     experts = [row for row in _OF_EXPERTS if options.moe.shared_experts or "/shared/" not in row[0]]
@@ -316,7 +316,7 @@ def is_of_images(name: str) -> bool:
 
 
 def is_ignored(name: str, options: DecoderOptions) -> bool:
-    """Returns whether a tensor of a file is ignored, although no table row names it.
+    """Returns whether import ignores the tensor `name` of a file; other tensors that no table row names are errors.
 
     Ignored tensors are constants, weights of an image model, the output head of a model with tied embeddings, and
     layers for multi-token prediction.

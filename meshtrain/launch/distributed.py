@@ -1,4 +1,4 @@
-"""Initialises JAX: platform, processes, devices, compilation cache. No other module does this.
+"""Initializes JAX: platform, processes, devices, compilation cache. No other module does this.
 
 All of it must happen before the first device query, and no module of the package queries a device at import. `cluster`
 determines from the environment whether a process is one of several.
@@ -32,7 +32,7 @@ _CACHE_EVERYTHING = {"jax_persistent_cache_min_compile_time_secs": 0, "jax_persi
 
 
 def start(num_devices_needed: int | None, *, is_open: bool = False) -> tuple[list[jax.Device], list[str]]:
-    """Initialises JAX and returns the devices of the mesh. May be called again, and after other code has used JAX.
+    """Initializes JAX and returns the devices of the mesh. May be called again, and after other code has used JAX.
 
     On CPU the required number of devices is simulated. On GPUs and TPUs the existing devices are used.
 
@@ -82,8 +82,8 @@ def simulate(num_devices: int) -> None:
         import meshtrain
         meshtrain.simulate(8)
 
-    `train` simulates the devices that its mesh needs, but JAX fixes the number at its first use, so a later and larger
-    mesh cannot have more. Calling it again with the same number is allowed.
+    `train` simulates the devices that its mesh needs, but JAX fixes the number at its first use, so a larger mesh that
+    is trained later cannot have more devices. A second call of `simulate` with the same number is allowed.
 
     Args:
       num_devices: the devices of the largest mesh that will be trained on here.
@@ -207,8 +207,8 @@ def _choose_platform() -> None:
 def take_memory(platforms: str, environ: MutableMapping[str, str], proc: Path = NVIDIA) -> None:
     """Makes JAX allocate the fraction of GPU memory that `plan` assumes, unless the user has set a fraction.
 
-    It applies only to GPU models in the hardware table. Other GPUs may be small and also drive a display, so JAX's
-    default fraction stays.
+    Only GPU models in the hardware table get this fraction. Other GPUs may be small and also drive a display, so they
+    keep JAX's default fraction.
 
     Args:
       platforms: JAX's platforms, separated by commas; empty if JAX chooses.

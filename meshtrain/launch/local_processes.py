@@ -219,7 +219,8 @@ class JobMembers:
     def part(self, arrived: Sequence[int]) -> Job:
         """Returns the job with the processes of the next start; prints the processes that are left out.
 
-        If fewer than `min_processes` are available, it waits for them. A job that is not elastic is returned unchanged.
+        If fewer than `min_processes` processes are available, the function waits until enough are available. A job that
+        is not elastic is returned unchanged.
 
         Args:
           arrived: the signals that this process has received; a signal ends the wait.

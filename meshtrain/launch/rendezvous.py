@@ -84,12 +84,14 @@ def meet(meeting: Meeting, environ: Mapping[str, str]) -> Said:
 
 
 def tell(meeting: Meeting, environ: Mapping[str, str], value: Json, seconds: float) -> None:
-    """Sends a value to the other processes, which call `meet`, because this process cannot take part in the job.
+    """Sends a value to the other processes, and returns; for a process that cannot take part in the job.
+
+    The other processes call `meet`, which returns this value to them.
 
     Args:
       meeting: the address of process 0, the number of processes, and the number of this process.
       environ: the environment of this process.
-      value: any JSON value except None; `meet` returns it in the other processes.
+      value: any JSON value except None, such as the reason.
       seconds: how long to wait for the other processes.
 
     Raises:

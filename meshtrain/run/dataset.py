@@ -133,8 +133,8 @@ def with_steps(config: Config, corpus: Dataset) -> tuple[Config, str]:
 def examples_consumed(config: Config, task: Task, corpus: Dataset, step: int) -> dict[str, float]:
     """Returns the epochs and tokens of each source of a mixture that a run has consumed after a step.
 
-    The keys are `epochs/NAME` and `tokens/NAME` for each source; the task's unit replaces `tokens`. They are computed
-    from the step number. The result is empty if the data are not a mixture.
+    The keys are `epochs/NAME` and `tokens/NAME` for the source NAME; if the task has another unit, this unit replaces
+    `tokens`. The values are computed from the number of the step. The result is empty if the data are not a mixture.
     """
     if not (isinstance(corpus.train, Parts) and corpus.train.weights):
         return {}

@@ -1,4 +1,4 @@
-"""Elastic jobs: a job continues with fewer processes. No other module knows about missing processes.
+"""Elastic jobs, which continue with fewer processes. Only this module handles missing processes.
 
 A launcher that cannot replace a lost machine starts the remaining processes, and writes the number of all processes
 into the environment variable `cluster.FULL`. The global batch stays the same, and a device's microbatch becomes no

@@ -75,7 +75,7 @@ def evaluate_with_texts(
 
 
 def sets_of(validation: Examples, name: str = "") -> Mapping[str, Examples]:
-    """Returns the examples of each validation set by its name; if there is a single set, its name is `name`."""
+    """Returns name -> examples for each validation set. A single set without a name gets the name `name`."""
     return validation.parts if isinstance(validation, Parts) else {name: validation}
 
 

@@ -116,7 +116,7 @@ def configuration(
 def _change(
     text: str, place: str | Path, arguments: argparse.Namespace, also: Sequence[str], uses: Collection[str]
 ) -> Config:
-    """Parses a run's configuration from JSON and applies the command line's overrides.
+    """Returns the configuration that a run's JSON describes, changed by the command line's overrides.
 
     Args:
       text: the configuration as JSON.

@@ -104,9 +104,10 @@ def original_folder(config: Config, workdir: str | Path) -> Path | None:
 
 
 def with_text_source(config: Config, original: Path | None) -> Config:
-    """Replaces the data source `tokens` by `text`, with the tokenizer, end token and begin token of the token files.
+    """Replaces the data source `tokens` (files of token ids) by `text`, so that the configuration names a tokenizer.
 
-    The configuration is returned unchanged for other sources, or if the token files are not on this machine.
+    The tokenizer, the end token and the begin token come from the description of the token files. The configuration is
+    returned unchanged for other sources, or if the token files are not on this machine.
 
     Args:
       config: the run's configuration.
@@ -169,7 +170,7 @@ def text_files(config: Config, original: Path | None) -> tuple[Path | None, dict
 
 
 def special_ids(config: Config, original: Path | None, end_id: int) -> JsonObject:
-    """Returns the special token ids for an exported config.json; empty if the ids of the original folder are unchanged.
+    """Returns the special token ids to write into an exported config.json; {} if the ids of `original` are still right.
 
     `eos_token_id` is an id, or a list if several ids end a text. If the run's vocabulary differs from the original's,
     the result also has `bos_token_id` and `pad_token_id`: an id, or None if the tokenizer has no such token.

@@ -51,7 +51,7 @@ class Window(NamedTuple):
 
 
 def problems_of_task(assembly: Assembly) -> list[Problem]:
-    """Returns one problem if a task cannot score texts: it has no logits, or its batch is not packed tokens."""
+    """Returns a problem if the task cannot score texts, else []; a task needs logits and a batch of packed tokens."""
     if assembly.task.logits is None:
         return [
             Problem(

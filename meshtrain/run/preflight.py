@@ -111,8 +111,8 @@ def checked_data(
 
     Args:
       assembly: the run's assembly.
-      opened: the data that `set_num_steps` has opened, and the line that it has returned; None: this function opens
-        the data.
+      opened: the data that `set_num_steps` has opened, and the line that it has returned; None: this function opens the
+        data.
       make_data: the caller's data function; None: the source or function in `config.data.source`.
       run: the run's folder.
 

@@ -165,7 +165,7 @@ def has_evaluated(checkpoints: Checkpoints, options: CheckpointOptions, run: Pat
 
 
 def higher_is_better(assembly: Assembly, metric: str) -> bool:
-    """Returns whether a larger value of an evaluation's metric is better, according to the task."""
+    """Returns whether a larger value of the evaluation metric `metric` is better, as the task declares it."""
     return metric.removeprefix(EVALUATED) in assembly.task.higher_is_better
 
 
