@@ -175,7 +175,7 @@ class Problem(str):
 
 
 class UserError(ValueError):
-    """An error that the user can fix, with one or more problems. Problems that are plain texts become `Problem.plain`.
+    """An error that the user can fix, with one or more problems. `Problem.plain` converts plain texts to problems.
 
     Attributes:
       problems: the problems, in the order in which they are printed.

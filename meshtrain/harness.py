@@ -55,7 +55,7 @@ def language_model(workdir: str | Path, *words: str, step: int | None = None) ->
     answered = open_requests(workdir, *words, step=step)
 
     class LanguageModel(LM):
-        """A run's weights with the interface of a model; a request is an `lm_eval.api.instance.Instance`."""
+        """A run's weights with the interface of `LM`; a request is an `lm_eval.api.instance.Instance`."""
 
         @property
         def tokenizer_name(self) -> str:

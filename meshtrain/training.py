@@ -47,7 +47,7 @@ def train(
     make_data: MakeData | None = None,
     rules: Rules | None = None,
 ) -> Result:
-    """Trains from the newest checkpoint in the directory, or from step 0 if there is none; for users `meshtrain.train`.
+    """Trains a run from its newest checkpoint, or from step 0 if there is none; exported as `meshtrain.train`.
 
     In a notebook::
 

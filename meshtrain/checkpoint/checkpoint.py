@@ -408,7 +408,7 @@ class Checkpoints:
         retention.prune(self.directory, self._options, higher_is_better=self._higher_is_better)
 
     def _failure(self, step: int, error: Exception) -> SaveFailed:
-        """Converts `error`, the exception of a failed save, to SaveFailed; stores it in `newest_failure`, too.
+        """Returns the SaveFailed for `error`, the exception of a failed save, and stores it in `newest_failure`.
 
         For checkpoints on a disk, it also replaces Orbax's manager, so that the next save may succeed. For a bucket,
         `save` replaces the manager.

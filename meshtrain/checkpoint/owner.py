@@ -237,7 +237,7 @@ def _start_lock(place: Place) -> Iterator[None]:
 
 
 def _owner(place: Place) -> JsonObject:
-    """Returns the content of the owner's file; {} if it is missing, a content with an empty run id if it is damaged."""
+    """Returns the content of the owner's file: {} if the file is missing; an empty `run` id if it is damaged."""
     try:
         owner = dict(read_json(buckets.read(place / OWNER)))
         if all(isinstance(owner[name], str) for name in ("run", "host")) and is_finite(owner["seconds"]):

@@ -156,7 +156,7 @@ def remove_rest(directory: Path, above: Path) -> None:
 def set_aside(directory: Place, step: int) -> None:
     """Moves the checkpoint of a step into the folder `damaged`, for inspection.
 
-    Its new name is the step; if this name exists in `damaged`, -2, -3 and so on is appended.
+    Its new name is the step; if this name exists in `damaged`, -2 or a larger number is appended.
     """
     one, aside = directory / str(step), (directory.parent if isinstance(directory, Path) else directory) / DAMAGED
     names = itertools.chain([str(step)], (f"{step}-{number}" for number in itertools.count(2)))

@@ -521,7 +521,7 @@ def _unknown_key(key: str, value: Value, entries: Mapping[str, Entry]) -> Proble
 
 
 def _assignment(ours: str, value: Value, entries: Mapping[str, Entry]) -> str:
-    """Returns the suggestion `; nearest: OPTION=VALUE`: our option that replaces another program's, and its value.
+    """Returns the suggestion `; nearest: OPTION=VALUE`, with our option for another program's option, and its value.
 
     If our option does not accept the value, the text contains only the option. It is '' if this configuration lacks the
     option.

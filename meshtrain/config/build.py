@@ -137,8 +137,8 @@ def _options_of(make_task: MakeTask, name: str, options: type) -> type:
       make_task: the caller's task function. If it has an attribute `options`, this attribute is the result.
       name: the value of the option `task`. If `make_task` has no `options`, the result is the options class of the task
         with this name.
-      options: the class of `model` in the caller's configuration. It is the result instead if `name` names `make_task`
-        itself.
+      options: the class of `model` in the caller's configuration. If `make_task` has no `options`, and `name` is the
+        name of `make_task` itself, this class is the result.
     """
     if hasattr(make_task, "options"):
         tasks.refuse_options(tasks.name_of(make_task), make_task)

@@ -190,9 +190,9 @@ def _typed_value(given: JsonObject, key: str, kind: type, problems: Problems, pr
 def factors(found: Adapters, base: str, options: DecoderOptions) -> tuple[LoraOptions, dict[str, Factors]]:
     """Returns the LoRA options and the factors of a folder of adapters.
 
-    `targets` of the options is a pattern that matches exactly the adapted matrices. The factors are a mapping: path
-    of a matrix -> (lora_A, lora_B) for each layer, as views of the files. All processes must call this
-    function, because it checks that they see the same files.
+    `targets` of the options is a pattern that matches exactly the adapted matrices. The factors are a mapping: path of
+    a matrix -> (lora_A, lora_B) for each layer, as views of the files. All processes must call this function, because
+    it checks that they see the same files.
 
     Args:
       found: the opened folder.

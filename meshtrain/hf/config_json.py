@@ -421,7 +421,12 @@ def _fields(given: Mapping[str, Json], family: Family) -> tuple[Values, list[Pro
 
 
 def _unsupported_keys(given: Mapping[str, Json], kind: str) -> list[Problem]:
-    """Returns an error line for each key that changes the results of the family `kind` and has a bad value."""
+    """Returns an error line for each key of config.json that changes the results and has an unsupported value.
+
+    Args:
+      given: the content of config.json.
+      kind: the family, a key of `FAMILIES`.
+    """
     family = FAMILIES[kind]
     understood = {*family.fields, *family.idle, *positions.keys(kind)}
     only = {**ONLY, **family.only, **dict([family.activation]), "architectures": ([family.architecture],)}

@@ -176,7 +176,7 @@ def say_finished() -> None:
 
 
 def say_ending(message: Json) -> None:
-    """Publishes why this process is about to end: `message`, any JSON value, which `endings` returns everywhere."""
+    """Publishes why this process is about to end; `message` is any JSON value, which `endings` then returns."""
     _service().key_value_set(f"{_ROOM}/ending/{own_number()}", json.dumps(message), allow_overwrite=True)
 
 

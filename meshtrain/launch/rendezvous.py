@@ -84,9 +84,9 @@ def meet(meeting: Meeting, environ: Mapping[str, str]) -> Said:
 
 
 def tell(meeting: Meeting, environ: Mapping[str, str], value: Json, seconds: float) -> None:
-    """Sends a value to the other processes, and returns; for a process that cannot take part in the job.
+    """Sends a value to the other processes; a process that cannot take part in the job calls it instead of `meet`.
 
-    The other processes call `meet`, which returns this value to them.
+    The other processes call `meet`, which returns the value to them.
 
     Args:
       meeting: the address of process 0, the number of processes, and the number of this process.

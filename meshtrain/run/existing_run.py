@@ -152,9 +152,9 @@ def _refuse_foreign(
     uses: Collection[str],
     fields: Mapping[str, foreign.Field],
 ) -> None:
-    """Rejects a run's configuration if it names a function, or a file outside of the run's folder, without the user.
+    """Rejects a run's configuration that names a function, or a file outside of the run's folder.
 
-    The value is allowed if the user names it, too: on the command line or in the file of `--config`.
+    Such a value is allowed if the user names the same value: on the command line or in the file of `--config`.
 
     Args:
       content: the run's configuration as a nested JSON object.

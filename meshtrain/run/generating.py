@@ -162,7 +162,7 @@ def sample_texts(
 def without_pipeline(
     config: Config, shape: Mapping[str, int], make_task: MakeTask | None = None, rules: Rules | None = None
 ) -> tuple[Config, dict[str, int], str]:
-    """Folds the pipeline axis into tensor, fsdp or both; returns a configuration, mesh axis sizes and a line about it.
+    """Folds the pipeline axis into tensor, fsdp or both; returns the new configuration, axis sizes and a message.
 
     Tensor is preferred: for each token, tensor sends activations, but fsdp sends all weights. The batch size becomes
     the number of batch shards, because the new axes may not divide the run's batch.

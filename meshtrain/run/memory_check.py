@@ -202,7 +202,7 @@ def warn_of_large_step(assembly: Assembly, step: jax.stages.Compiled) -> None:
 
 @contextmanager
 def explain_memory(assembly: Assembly, step: jax.stages.Compiled | None = None) -> Iterator[None]:
-    """Context manager: replaces an out-of-memory exception of the block by a UserError with `memory_problem`.
+    """Context manager: replaces an out-of-memory exception of the block by a UserError, whose line is `memory_problem`.
 
     Args:
       assembly: the run's assembly.

@@ -105,7 +105,7 @@ def checked_assembly(
 def checked_data(
     assembly: Assembly, opened: tuple[Dataset, str] | None, make_data: MakeData | None, run: Path
 ) -> Dataset:
-    """Returns the data of a run, after it has checked the data, the weights of `init_from` and the metrics in options.
+    """Checks a run's data, its weights of `init_from`, and the metrics that its options name; returns the data.
 
     The data must be the same in all processes, and the same as at the run's first start.
 
