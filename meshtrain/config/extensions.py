@@ -66,10 +66,10 @@ def crossing(config: Config) -> OverData:
 
 
 def problems(config: Config, mesh_shape: Mapping[str, int]) -> list[Problem]:
-    """Returns an error line for each reason why a configuration cannot reduce gradients or train separate groups.
+    """Returns an error line for each problem of the configured gradient reduction, or of training separate groups.
 
     Args:
-      config: the configuration, with the options of its reduction.
+      config: the configuration; `reduction` selects the reduction, `local_steps` the separate groups.
       mesh_shape: the size of each mesh axis.
     """
     try:
@@ -96,7 +96,10 @@ def problems(config: Config, mesh_shape: Mapping[str, int]) -> list[Problem]:
 
 
 def unread(config: Config) -> dict[str, str]:
-    """Returns dotted key -> reason for each option that the configuration's reduction or extension ignores."""
+    """Returns dotted key -> reason for each option that the gradient reduction or the separate groups ignore.
+
+    The reason is the setting that makes the option unused, such as `reduction.name=int8` or `local_steps.period=10`.
+    """
     make, reduction = make_extension(config), of(config)
     reasons = dict.fromkeys(reduction.unread, f"{KEY}={reduction.name}") if reduction else {}
     return reasons | (dict.fromkeys(make.unread, f"{PERIOD}={config.local_steps.period}") if make else {})
@@ -122,12 +125,15 @@ def make_extension(config: Config) -> UserObject:
 
 
 def estimate(config: Config, mesh_shape: Mapping[str, int], params: Arrays = ()) -> Estimate:
-    """Returns the memory and traffic of a configuration's reduction and extension, computed without compiling.
+    """Returns the memory and traffic that the gradient reduction and separate groups add, estimated without compiling.
+
+    The gradient reduction is the method that `reduction.name` selects. Groups train separately with `local_steps`.
 
     Args:
       config: a configuration that is valid on this mesh.
       mesh_shape: the size of each mesh axis.
-      params: abstract parameters, for the arrays that a reduction saves between steps; (): these are not included.
+      params: abstract parameters, from which the arrays that the gradient reduction saves between steps are determined;
+        (): these arrays are not included.
     """
     make, reduction = make_extension(config), of(config)
     result: Estimate = make.estimate(config, mesh_shape) if make else Estimate()

@@ -163,7 +163,7 @@ def _rounding_problems(config: Config, stack: Stack) -> list[Problem]:
 
 
 def _parts_of_sequences(config: Config, task: Task, rules: Rules, mesh_shape: Mapping[str, int]) -> list[Problem]:
-    """Returns a problem if the mesh splits sequences, and the batch of the task has no sequence dimension."""
+    """Returns one problem if no entry of the task's batch has a dim that the context axis splits, else []."""
     split = {name for name, axes in rules.activations.items() if CONTEXT in axes}
     if any(split & set(entry.axes) for entry in entries(task, config.batch_size).values()):
         return []
@@ -181,14 +181,18 @@ def _parts_of_sequences(config: Config, task: Task, rules: Rules, mesh_shape: Ma
 def batch_problems(
     batch_size: int, rules: Rules, mesh_shape: Mapping[str, int], num_microbatches: int, num_groups: int = 0
 ) -> list[Problem]:
-    """Returns a problem if the global batch size is not divisible by (data x fsdp) x microbatches.
+    """Returns a list with one problem if the devices and microbatches cannot split the global batch evenly, else [].
+
+    The batch size must be a multiple of the number of batch shards, multiplied by the number of microbatches. The
+    number of shards is the product of the sizes of all mesh axes that split the batch by `rules`; by default these axes
+    are data, fsdp and expert. With separately trained groups, `num_groups` replaces the size of the data axis.
 
     Args:
       batch_size: the global batch size in sequences.
       rules: the sharding rules, which state the mesh axes that split the `batch` dim of activations.
       mesh_shape: the size of each mesh axis.
-      num_microbatches: the number of microbatches of a step, from `num_microbatches`.
-      num_groups: the number of separately trained groups, which split the batch instead of the data axis; 0: no groups.
+      num_microbatches: the number of microbatches of a step, from the function `num_microbatches`.
+      num_groups: the number of separately trained groups (`local_steps.groups`); 0: no groups.
     """
     sizes = batch_shards(rules, mesh_shape)
     if num_groups:
@@ -218,7 +222,7 @@ def batch_shards(rules: Rules, mesh_shape: Mapping[str, int]) -> dict[str, int]:
 def sequence_problems(
     sequence_length: int, rules: Rules, mesh_shape: Mapping[str, int], name: str = "sequence_length"
 ) -> list[Problem]:
-    """Returns a problem if a rule splits the sequence dim of an activation into unequal shards.
+    """Returns a list with one problem if a rule splits the sequence dim of an activation into unequal shards, else [].
 
     Args:
       sequence_length: the sequence length in tokens.

@@ -195,10 +195,12 @@ def names() -> list[str]:
 
 
 def find(name: str) -> NamedTask:
-    """Returns the task function with this name: a built-in one, or `package.module:function`, which is imported.
+    """Returns the task function that a value of `config.task` names.
+
+    The name is the name of a built-in task, or `package.module:function`; then the module is imported.
 
     Raises:
-      UserError: one line: the function cannot be imported, or its options are missing or invalid.
+      UserError: the function cannot be imported, or its attribute `options` is missing or invalid.
     """
     if name == decoder.name:
         return decoder
@@ -208,7 +210,11 @@ def find(name: str) -> NamedTask:
 
 
 def refuse_options(name: str, function: UserObject) -> None:
-    """Checks the attribute `options` of a task function, whose name is `name`.
+    """Checks the attribute `options` of a task function.
+
+    Args:
+      name: the value of `config.task` that names the function, for errors.
+      function: the task function.
 
     Raises:
       UserError: the attribute is missing, or is not a frozen dataclass of `option`s.
@@ -275,10 +281,10 @@ def abstract_task(config: Config, make_task: MakeTask | None = None) -> Task:
 def abstract_weights(
     config: Config, make_task: MakeTask, *, on_one_device: bool = False
 ) -> tuple[Task, Arrays, NamesTree]:
-    """Returns a configuration's task without a mesh, its abstract parameters, and their logical axes.
+    """Returns (task, abstract parameters, logical axes of the parameters) of a configuration, for a single device.
 
-    Stacked layers are in layer order, not grouped by pipeline stage. This function uses no device. Results for built-in
-    tasks are cached, because the planner calls it for many meshes.
+    Stacked layers are in layer order, not grouped by pipeline stage. No device is used. Results for built-in tasks are
+    cached, because the planner calls this function for many meshes.
 
     Args:
       config: a resolved configuration.

@@ -81,7 +81,7 @@ class Tokenizer:
 
     @property
     def end_text(self) -> str:
-        """The text of the end token; '' if it has none."""
+        """The text of the end token; '' if the tokenizer has no end token, or its end id represents no text."""
         return next((text for text, index in self.special.ids.items() if index == self.end_id), "")
 
     def encode(self, text: str) -> list[int]:
@@ -203,9 +203,10 @@ def _load(path: str) -> "tokenizers.Tokenizer":
 
 
 def _end_id(path: str, end_token: str, vocab: dict[str, int]) -> int:
-    """Returns the id that ends a document.
+    """Returns the id that ends a document: the id of `end_token`, or a default if `end_token` is ''.
 
-    It is the id of `end_token`, else of the folder's end token, else of a well-known token, else a new id.
+    The default is the id of the folder's `eos_token`. If the folder has no `eos_token`, it is the id of the best-known
+    end token in the vocabulary (`_END_TOKENS`). If the vocabulary has none of these, it is a new id after the largest.
 
     Args:
       path: the tokenizer.json, or its folder.
@@ -213,7 +214,7 @@ def _end_id(path: str, end_token: str, vocab: dict[str, int]) -> int:
       vocab: token -> id.
 
     Raises:
-      UserError: the vocabulary lacks the token.
+      UserError: the vocabulary lacks `end_token`; or `end_token` is '', and it lacks the folder's `eos_token`.
     """
     of_folder = "" if end_token else folder_end_token(path)
     well_known = [token for token in _END_TOKENS if token in vocab]
@@ -262,7 +263,8 @@ def _begin_ids(
       vocab: token -> id.
 
     Raises:
-      UserError: the vocabulary lacks the token, or the post-processor adds tokens after a text.
+      UserError: the vocabulary lacks `begin_token`; or `begin_token` is '', and the post-processor adds tokens after a
+        text.
     """
     if begin_token == NO_TOKEN:
         return ()
@@ -284,7 +286,8 @@ def _begin_ids(
 def _added_ids(loaded: "tokenizers.Tokenizer", vocab: Iterable[str]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Returns the ids that the post-processor of a tokenizer adds before a text, and the ids that it adds after a text.
 
-    To find them, tokens of `vocab` are encoded as texts, at most a few. Both results are () if none can be encoded.
+    The ids are found by encoding a short text: `a`, or else one of the first tokens of `vocab`. Both results are () if
+    none of these texts can be encoded.
     """
     if loaded.num_special_tokens_to_add(is_pair=False) == 0:
         return (), ()
@@ -440,8 +443,8 @@ def file_tokenizer(
       special_tokens: how special tokens in texts are encoded: `encode` (as these tokens) or `text`.
 
     Raises:
-      UserError: the file cannot be read, is no tokenizer.json, lacks one of the tokens, adds tokens after a text, or
-        cannot encode special tokens as text.
+      UserError: the file cannot be read, is no tokenizer.json, lacks the end or the begin token, adds tokens after a
+        text, or cannot encode the text of special tokens as plain text.
     """
     loaded = _load(path)
     vocab = loaded.get_vocab(with_added_tokens=True)
@@ -484,8 +487,8 @@ def open_tokenizer(name: str, end_token: str = "", begin_token: str = "", specia
       special_tokens: how special tokens in texts are encoded: `encode` (as these tokens) or `text`.
 
     Raises:
-      UserError: the tokenizer.json is missing or invalid, or lacks a token; or a begin token is given for `bytes`,
-        which has no such token.
+      UserError: the tokenizer.json is missing or invalid, or lacks the end or the begin token; or a begin token
+        is given for `bytes`, which has none.
     """
     if name != "bytes":
         return file_tokenizer(name, end_token, begin_token, special_tokens)
@@ -558,7 +561,7 @@ def _follows(example: Example, ids: Sequence[int], *, partial: bool) -> np.ndarr
     Args:
       example: an example with `tokens` and `positions`.
       ids: the ids before a target.
-      partial: whether the first of these ids may be missing if they would lie before the start of the segment.
+      partial: whether an id of `ids` counts as present if its position would be before the start of the segment.
     """
     result = np.ones(len(example["tokens"]), bool)
     for distance, index in enumerate(reversed(ids)):

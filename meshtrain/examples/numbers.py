@@ -112,9 +112,13 @@ def ids_of(spelling: str) -> dict[str, int]:
 
 
 def tokenizer(spelling: str) -> Tokenizer:
-    """Returns the tokenizer of numbers, which converts digits, and words separated by blanks, to ids and back.
+    """Returns the tokenizer of the data source `numbers`, whose texts are numbers in digits or in words.
 
-    Its vocabulary is the vocabulary of `spelling`, `digits` or `english`. Encoding an unknown word raises UserError.
+    Blanks separate words, and numbers in digits. Each digit and each word is one token: `407` is encoded as three
+    tokens, and so is `four zero seven`. Encoding an unknown word raises UserError.
+
+    Args:
+      spelling: `digits` or `english`; selects the words of the vocabulary.
     """
     ids = ids_of(spelling)
     tokens = list(ids)
@@ -178,7 +182,8 @@ def open_numbers(options: NumberOptions, asked: DataRequest) -> Dataset:
 
     Args:
       options: options of the source: the range of numbers, the number of validation numbers and the spelling.
-      asked: the data request; the shapes of its batch are the source and target lengths of an example.
+      asked: the data request. Its batch entries `source_tokens` and `tokens` are [sequences, length], and determine the
+        source length and the target length of an example.
 
     Raises:
       UserError: the task's batch has no sources and targets; otherwise one line for each of source length, target

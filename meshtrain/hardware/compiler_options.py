@@ -177,18 +177,23 @@ def options_of(
     splits_experts: bool = False,
     is_deterministic: bool = False,
 ) -> tuple[CompilerOption, ...]:
-    """Returns the options for a `jax.Device.device_kind`; none for TPUs, for which XLA's defaults are sufficient.
+    """Returns the options with which XLA compiles the training step for a kind of device.
+
+    The result is empty for TPUs, for which XLA's defaults are sufficient. Options that the installed jaxlib lacks are
+    left out.
 
     Args:
-      device_kind: JAX's name of the device.
+      device_kind: JAX's name of the device, `jax.Device.device_kind`.
       layer_bytes: the size of one layer's gradients on a device in the dtype in which they are sent; 0 if no loop
         reduces gradients.
       is_late: whether gradients are applied one step late.
-      by_chunk: whether there is a pipeline that has experts in its layers, or that reduces the gradients of each chunk
-        of layers as soon as they are complete.
+      by_chunk: whether to add `CHUNK_GPU_OPTIONS`, with which many collectives of a pipeline may run at the same time.
+        They help a pipeline that reduces the gradients of each chunk of layers during later clock ticks. They also help
+        a pipeline with experts on several devices, because its collectives follow each other closely.
       gathers_early: whether a loop over layers may gather the weights of the next layer early
         (`Assembly.gathers_early`).
-      splits_experts: whether loops over layers, outside of a pipeline, exchange tokens between experts.
+      splits_experts: whether experts are on several devices, which exchange tokens in each layer, and there is no
+        pipeline.
       is_deterministic: whether repeated runs of a program must give bitwise equal results.
     """
     table: tuple[CompilerOption, ...] = CPU_OPTIONS if device_kind == "cpu" else ()

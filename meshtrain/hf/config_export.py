@@ -70,9 +70,10 @@ def as_json(
       dtype: the dtype of the tensors, such as `bfloat16`.
       length: the sequence length of training in tokens, exported as the maximum number of positions.
       end_id: the id of the token that ends a text; -1 if there is none.
-      original: the config.json of the folder that the model was imported from, with equal options; empty if the model
-        was not imported. Its values replace the exported values, except for dtype, quantization, the coefficient of the
-        router loss, and tied embeddings if `options` unties them.
+      original: the content of config.json in the folder that the model was imported from; {} if the model was not
+        imported. It must describe the same model as `options`, because its values replace the exported values. Some of
+        its values are not used: the dtype, the quantization, the coefficient of the router loss, and tied embeddings if
+        `options` unties them.
     """
     rows = FAMILIES[family]
     stated: JsonObject = {"architectures": [rows.architecture], "model_type": family}

@@ -37,7 +37,7 @@ _ALIGNED = 8
 
 
 class Tensor(NamedTuple):
-    """A tensor of the exported files.
+    """A description of a tensor in the exported files: its name, its shape, and the weights that it contains.
 
     Attributes:
       name: the tensor's name in Hugging Face's files.
@@ -55,7 +55,12 @@ class Tensor(NamedTuple):
 
 
 def tensors(family: str, options: DecoderOptions) -> list[Tensor]:
-    """Returns the tensors of a model in the order in which they are written; `family` is a key of `FAMILIES`."""
+    """Returns descriptions of all tensors of an exported model, without values, in the order of the files.
+
+    Args:
+      family: the Hugging Face `model_type`, a key of `families.FAMILIES`.
+      options: the options of the decoder.
+    """
     size, result = names.sizes(options), []
     for rows in names.by_tensor(names.weights(family, options)):
         shape = names.shape_in_file(rows[0], size)
@@ -178,8 +183,8 @@ def _in_files(tensors: Sequence[Tensor], item_bytes: int) -> list[list[Tensor]]:
     """Groups tensors, in their order, into files of at most 5 GB; a larger tensor gets a separate file.
 
     Args:
-      tensors: the tensors.
-      item_bytes: bytes of one number.
+      tensors: descriptions of the tensors.
+      item_bytes: bytes of one element in the file.
     """
     groups: list[list[Tensor]] = [[]]
     room = _FILE_BYTES

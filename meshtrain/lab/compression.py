@@ -7,8 +7,8 @@ The reduction is written here because no library has an all-reduce of blocks wit
 the same array as its elements, so that each half of the reduction is a single collective.
 
 Error feedback: Seide et al. 2014; Karimireddy et al. 2019. The input of a sum is gradient + residual. The next residual
-is the input minus the part of it that was sent. Each device sums and packs one row of every array (its own row). Its
-residual also gets the rounding error of packing the summed row. So, up to float32 rounding, the residuals of all
+is the input minus the part of it that was sent. Every array is split into n rows. With int8, device i sums and packs
+row i, and its residual also gets the rounding error of this packing. So, up to float32 rounding, the residuals of all
 devices add up to the sum of the inputs minus the result. Later steps send the missing part.
 
 n: devices along the axis, S: elements in a block, K: elements of a block that are sent, R: elements in a row,
@@ -141,7 +141,7 @@ def _int8_bytes(block: int, elements: float, replicas: int, is_scattered: bool) 
 def reduce(
     options: CompressionOptions, gradients: Arrays, residual: Arrays, over: str, scattered: Dims
 ) -> tuple[Arrays, Arrays]:
-    """Returns the gradient sums over an axis, and the next residual; the contract is `Reduction.update`.
+    """Returns the gradient sums over an axis, and the next residual; the interface is that of `Reduction.update`.
 
     Args:
       options: the options of the compressed reductions.
@@ -266,7 +266,7 @@ def _join(leaves: Sequence[jax.Array], block: int) -> jax.Array:
 
 
 def _rows(x: jax.Array, n: int, dim: int) -> jax.Array:
-    """Splits an array into n rows with R elements each, [n, R].
+    """Splits an array into n rows with R elements each, [n, R], one row for each device.
 
     Args:
       x: an array of any shape.
@@ -283,7 +283,14 @@ def _rows(x: jax.Array, n: int, dim: int) -> jax.Array:
 
 
 def _from_rows(rows: jax.Array, shape: Sequence[int], dim: int) -> jax.Array:
-    """Returns the array of shape `shape` from its n rows of R elements, [n, R]; the inverse of `_rows`."""
+    """Joins n rows with R elements each into one array; the inverse of `_rows`.
+
+    Args:
+      rows: the rows [n, R], one for each device.
+      shape: the shape of the result.
+      dim: the dim along which `_rows` split the array, counted from the end (-1 is the last): each row is one flattened
+        shard. 0: the rows are the flattened array, with padding at the end, which is dropped.
+    """
     if dim == 0:
         return rows.reshape(-1)[: math.prod(shape)].reshape(shape)
     n, at = rows.shape[0], len(shape) + dim

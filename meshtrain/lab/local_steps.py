@@ -428,7 +428,7 @@ def inner_step(gradients: Gradients, update: Update, scaling: Scaling | None = N
     A group is a replica of the model with separate weights, in `TrainState.extra`. The metrics have the names of
     `step.WeightUpdate` and combine all groups. Loss and the task's metrics are over the global batch. grad_norm, the
     norms of layers and learning_rate are means over groups; skipped_steps is a sum; loss_scale is the minimum. The
-    guard's metrics are the maxima over groups.
+    metrics that `step/guard.py` computes for the training loop, such as `skipped_in_a_row`, are maxima over groups.
 
     Args:
       gradients: a function (params [G, ...], batch, rng, seeds [G]) -> sums [G] and gradients [G, ...], from

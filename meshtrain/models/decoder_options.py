@@ -295,17 +295,20 @@ class DecoderOptions(TransformerShape):
 
     @property
     def num_dense(self) -> int:
-        """The number of first layers with one mlp instead of experts; 0 in a model without experts."""
+        """The number of leading layers of a mixture-of-experts model that are dense (no experts); 0 without experts."""
         return self.moe.dense_layers if self.moe.num_experts else 0
 
     @property
     def num_repeated(self) -> int:
-        """The number of identical layers that a pipeline splits into stages: all but the `num_dense` first layers."""
+        """The number of identical layers that a pipeline splits into stages: all after the `num_dense` dense layers."""
         return self.num_layers - self.num_dense
 
     @property
     def of_dense(self) -> "DecoderOptions":
-        """The options of the first layers with one mlp: a copy without experts, with the mlp width `moe.dense_dim`."""
+        """The options of the leading dense layers of a mixture-of-experts model.
+
+        They are a copy of these options without experts, and with an mlp of inner width `moe.dense_dim`.
+        """
         return dataclasses.replace(self, moe=MoeOptions(), mlp_dim=self.moe.dense_dim)
 
     @property

@@ -121,7 +121,7 @@ def _level(y: jax.Array, top: int) -> jax.Array:
 
     Args:
       y: float32 numbers from 0 to 1.
-      top: the constant of the module's formula: 6 for signed arrays, 7 for unsigned arrays.
+      top: the largest exponent i of a code 2^i + f (formula of the module): 6 for signed arrays, 7 for unsigned arrays.
     """
     # Below the lowest level, the interpolation ends at zero.
     result = y * 10.0**top
@@ -136,7 +136,7 @@ def _share(code: jax.Array, top: int) -> jax.Array:
 
     Args:
       code: nonnegative integers.
-      top: the constant of the module's formula: 6 for signed arrays, 7 for unsigned arrays.
+      top: the largest exponent i of a code 2^i + f (formula of the module): 6 for signed arrays, 7 for unsigned arrays.
     """
     result = code.astype(jnp.float32) * 10.0**-top
     for i in range(1, top + 1):

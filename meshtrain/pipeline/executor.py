@@ -1,8 +1,9 @@
-"""Runs a proven schedule as one SPMD program: in each row of the table, every stage runs the action in its column.
+"""Runs a pipeline schedule as one SPMD program: in each row of its table, every stage runs the action in its column.
 
-A stage that idles in a row computes as well, on the values in its dump slots (additional slots for unused arrays);
-`jnp.where` drops the results (a product with 0 would keep infinities). A forward row saves the residuals of its layers,
-as selected by the model's `jax.checkpoint` policy, in a slot from which the backward row reads them (`pullback.py`).
+A row is a clock tick. A stage that idles in a row computes as well, on the values in its dump slots (additional slots
+for unused arrays); `jnp.where` drops the results (a product with 0 would keep infinities). A forward row saves the
+residuals of its layers, as selected by the model's `jax.checkpoint` policy, in a slot from which the backward row reads
+them (`pullback.py`).
 All stages compute embedding and head together (vocabulary parallelism for pipelines, Yeung et al. 2024). Activations
 may be any pytree of arrays.
 
@@ -233,7 +234,7 @@ class Rows:
         rng: jax.Array,
         seed: jax.Array,
     ) -> None:
-        """Stores the values that all rows share.
+        """Prepares the values that are the same in all rows (clock ticks) of the schedule, and traces the layers.
 
         Args:
           stages: the model, split into stages.
@@ -323,6 +324,8 @@ class Rows:
     ) -> tuple[Activations, LayerSums]:
         """Runs a unit of layers; returns the activations after it, and the layers' auxiliary (loss, metrics) or None.
 
+        A unit is a group of layers that are computed in one call.
+
         Args:
           weights: the parameters of the unit's layers, each leaf [layers in a unit, ...].
           x: the activations before the unit.
@@ -339,13 +342,13 @@ class Rows:
 
         Args:
           cell: the action of this stage, whose microbatch and chunk are read.
-          place: the index of a unit of this chunk among all units of the stage.
+          place: the index of a unit (a group of layers) of this chunk among all units of the stage.
         """
         first = ring.first_layer(cell.chunk, self.num_stages, self.stages.num_layers, self.num_chunks)
         return cell.microbatch, first + (place - cell.chunk * self.num_units) * self.stages.num_together, place
 
     def is_layer(self, cell: Cells, given: tuple[jax.Array, jax.Array, Place]) -> jax.Array:
-        """Returns whether a unit consists of layers of the model, not of padding layers; bool scalar.
+        """Returns whether a unit (a group of layers) has layers of the model, not padding layers; bool scalar.
 
         Args:
           cell: the action of this stage, whose chunk contains the unit.
@@ -415,8 +418,9 @@ class Rows:
     def layers_backward(self, carry: Carry, cell: Cells, cotangent: Activations) -> tuple[Carry, Activations]:
         """Runs the backward pass of a chunk's layers, and adds their gradients to the gradient sums in the carry.
 
-        Each unit's gradients are added immediately, because the gradients of a complete chunk would take as much memory
-        as the accumulators.
+        The loop runs over the units of the chunk; a unit is a group of layers that are computed in one call. Each
+        unit's gradients are added immediately, because the gradients of a complete chunk would take as much memory as
+        the gradient sums of this chunk.
 
         Args:
           carry: the stage's arrays, with the gradient sums.

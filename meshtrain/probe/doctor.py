@@ -195,7 +195,7 @@ def _job() -> ModuleType:
 def _as_job(
     arguments: argparse.Namespace, exchange: _Exchange, num_processes: int, shared: Sequence[Finding]
 ) -> list[Finding]:
-    """Returns findings about the job itself: errors that it would raise, and differences of its configuration.
+    """Returns findings about the job: errors that it would raise, and differences of configuration between processes.
 
     If there are no errors, also starts JAX in all processes, and returns findings about devices and collectives.
 
@@ -227,9 +227,9 @@ def _as_job(
 def _within_limit(limit: float, first: str, work: _Work) -> JsonObject:
     """Returns the result of `work`, or a JSON object with one key if `work` has no result.
 
-    The key is `refused` (errors that a run would raise), `failed` (lines of an exception), or `stuck` (index and name
-    of the part of the work that exceeded the time limit). The work runs in a thread, so that this thread can give up
-    and inform the other processes.
+    The key is `refused` (errors that a run would raise), `failed` (lines of an exception), or `stuck` (number and name
+    of the part of the work that exceeded the time limit; the first part has number 1). The work runs in a separate
+    thread. If it hangs, the calling thread returns after the time limit, and can inform the other processes.
 
     Args:
       limit: the time limit of each part of the work, in seconds.

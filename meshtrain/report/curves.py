@@ -1,4 +1,6 @@
-"""Draws the curves of several runs as one Plotly figure: a panel for each metric, over steps, units or time.
+"""Draws the curves of several runs as one Plotly figure, with a panel for each metric.
+
+The x axis shows steps, trained units (tokens or images, see `Task.unit`) or time, as chosen by buttons.
 
 N: points of a curve.
 """
@@ -121,7 +123,8 @@ def thin(values: np.ndarray, most: int) -> np.ndarray:
 
 
 Column: TypeAlias = Sequence[float | None]  # a number for each point of a curve; None if it is unknown
-Place: TypeAlias = tuple[Column, Column, Column]  # the x values of a curve: steps, units since the start, seconds
+# The x values of a curve: steps, units (such as tokens) since the start, seconds.
+Place: TypeAlias = tuple[Column, Column, Column]
 
 
 def figure(runs: Mapping[str, Log]) -> JsonObject:
@@ -222,7 +225,7 @@ def _buttons(panels: Sequence[str], places: Sequence[Place], units: str, inner_p
     Args:
       panels: the metric of each panel.
       places: (steps, units, seconds) of each curve: its x values for each of the three choices of the x axis.
-      units: the name of the units, such as `tokens`.
+      units: the name of the units that a run counts, such as `tokens`; '' if no log states it.
       inner_pixels: the height of all panels together.
     """
     suffixes = [_suffix(number) for number in range(len(panels))]

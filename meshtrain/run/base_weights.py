@@ -90,17 +90,20 @@ def read(assembly: Assembly) -> Params:
 def _loadable_params(assembly: Assembly, base: str, found: adapters.Adapters | None) -> tuple[Params, list[str]]:
     """Returns the abstract parameters to load from `init_from`, and the tree paths of parameters to cast.
 
-    The parameters are `assembly.states.kept.params`, with None for each parameter that is not loaded. If the run has
-    adapters or a `Task.begin`, `init_from` may lack two kinds of parameters: adapters, and parameters that the task
-    never trains. A kind is not loaded if the checkpoint contains no parameter of this kind. Neither kind is loaded from
-    a peft folder, or from a Hugging Face folder if the task is not a decoder.
+    The parameters are `assembly.states.kept.params`, with None for each parameter that is not loaded from `base`. If
+    the run has adapters or a `Task.begin`, `base` may lack two kinds of parameters. Missing adapters start from their
+    initial values. Missing parameters below the name `frozen`, such as a copy of the initial weights, are computed by
+    `Task.begin` from the loaded weights. A kind is not loaded if `base` contains no parameter of this kind. Neither
+    kind is loaded from a Hugging Face folder if the task is not a decoder, or from the base model of a peft folder. The
+    adapters of a peft folder are read separately, by `_with_adapters`.
 
     If `precision.frozen_dtype` is a dtype, the second result lists all frozen parameters. Their dtype in the files may
     differ; they are cast to this dtype when they are read. If `precision.frozen_dtype` is `auto`, the list is empty.
 
     Args:
       assembly: the run's assembly.
-      base: the path of the starting weights, from `weights.base_weights`.
+      base: the path of the starting weights, from `weights.base_weights`: `init_from`, or the base model of a peft
+        folder.
       found: the adapters of a peft folder, from `weights.base_weights`; None if `init_from` is not a peft folder.
     """
     params, config = assembly.states.kept.params, assembly.config

@@ -127,7 +127,12 @@ def accumulate_gradients(
 def _separate_zeros(zeros: Sums) -> Sums:
     """Returns the same zeros in a form that XLA does not merge with other zeros of the program.
 
-    Merged zeros would occupy memory during the loop over the earlier microbatches.
+    The zeros are the initial sums of the loop over microbatches. If `by_layer` computes the last microbatch after this
+    loop, it uses other zeros of the same shapes. If XLA merged both, the shared zeros would stay in memory during the
+    loop, in addition to the sums.
+
+    Args:
+      zeros: zeros with the structure, shapes and dtypes of the sums.
     """
     zero = jax.lax.optimization_barrier(jnp.float32(0))
     return jax.tree.map(lambda leaf: jnp.broadcast_to(zero.astype(leaf.dtype), leaf.shape), zeros)

@@ -10,8 +10,8 @@ n: devices along an axis, M: microbatches, A: bytes of the activations of one mi
               Weights outside the stack of layers need one gather: the loss applies the head's weight forward and
               backward at once, and the backward pass of a look-up reads no table.
               If data stores weights as well (level 3), there is one entry `data+fsdp`, and n is the product.
-              If the partitioner reduces gradients over data, it reduces them over data and fsdp together: there
-              is one entry, the sum of both bounds
+              If the partitioner reduces gradients over data, and expert is 1, it reduces them over data and fsdp
+              together: there is one entry, the sum of both bounds
     tensor    bytes sent by layers, look-up and head, from the task's `Cost`
     context   weights as over fsdp: if both are larger than 1, weights have the entry `fsdp+context`, and `context`
               contains only the exchange of attention, from `Cost`
@@ -166,8 +166,8 @@ def layer_gradient_bytes(assembly: Assembly) -> float:
     """Returns the bytes that a device sends over data in a step to reduce the gradients of stacked layers.
 
     Returns 0 if these gradients are not reduced once a step in `precision.reduce_dtype`: with one replica, at ZeRO
-    levels 2 and 3, with a custom reduction, or if data is left to the partitioner. Also returns 0 if layers are
-    unrolled, because then no loop distinguishes their gradients from other gradients.
+    levels 2 and 3, with a custom reduction, with local steps, or if the partitioner reduces gradients over data. Also
+    returns 0 if layers are unrolled, because then no loop distinguishes their gradients from other gradients.
     """
     replicas, num_replicas = assembly.placed.replicas, assembly.mesh.shape[DATA]
     if not replicas.reduces_in_loops or assembly.config.remat.unrolls:
@@ -178,9 +178,11 @@ def layer_gradient_bytes(assembly: Assembly) -> float:
 
 
 def _storing(assembly: Assembly) -> list[str]:
-    """Returns the axes larger than 1 over which stored weights are sharded, in mesh order.
+    """Returns the axes larger than 1 that share one entry of `wire_bytes_minimum`, in mesh order.
 
-    The data axis is included if the partitioner all-reduces a gradient over data and fsdp in a single collective.
+    These are the axes over which stored weights are sharded. The data axis is added, although it shards no weight, if
+    XLA's partitioner reduces gradients over data, fsdp is larger than 1, and expert is 1. Then a single collective
+    reduces a gradient over data and fsdp, so its bytes cannot be assigned to one of these axes.
     """
     shape, stored = assembly.mesh.shape, set(assembly.placed.rules.storage_axes)
     if not assembly.placed.replicas.has_copies and shape[FSDP] > 1 and shape[EXPERT] == 1:
@@ -219,8 +221,8 @@ def wire_bytes_minimum(assembly: Assembly) -> dict[str, float]:
     """Returns axis, or axes joined by `+` -> minimum bytes that a device sends along them in a step, in mesh order.
 
     Axes of size 1, and axes whose minimum is unknown, have no entry. All axes over which weights are sharded have one
-    common entry, joined by `+`, because the partitioner gathers a weight over all of these axes in one collective. If
-    data is left to the partitioner, the common entry includes data, because gradients are reduced in the same way.
+    common entry, joined by `+`, because the partitioner gathers a weight over all of these axes in one collective. This
+    entry includes data if the partitioner reduces a gradient over data and fsdp in one collective (see `_storing`).
     Weights of experts are gathered over fewer axes, and then have a separate entry.
     """
     shape, storing = dict(assembly.mesh.shape), _storing(assembly)

@@ -130,14 +130,15 @@ def collectives(
 def _inside(
     line: Instruction, body: Sequence[Instruction], mesh_shape: Mapping[str, int], over: Mapping[str, int]
 ) -> Sent:
-    """Returns the collective of an instruction other than `send`.
+    """Reads an instruction such as `all-gather`; returns the collective's kind, mesh axes, group size and bytes.
 
-    If the collective runs within each slice, its text lists only the devices of the first slice. Its axes are then
-    found in the mesh of one slice, otherwise in the complete mesh.
+    Transfers between slices by `send` are read by `sent_collective` instead. If the collective runs within each slice,
+    the text of the instruction lists only the devices of the first slice. Its axes are then found in the mesh of one
+    slice, otherwise in the complete mesh.
 
     Args:
-      line: the instruction.
-      body: the instructions of its computation.
+      line: the instruction, whose opcode is one of `KINDS`, or one of `KINDS` followed by `-start`.
+      body: the instructions of the computation that contains the instruction.
       mesh_shape: mesh axis -> size, in mesh order.
       over: mesh axis -> number of TPU slices along it.
     """

@@ -28,10 +28,10 @@ def replica_groups(attributes: str, num_devices: int) -> np.ndarray:
 
     Args:
       attributes: the text of the instruction's attributes.
-      num_devices: number of devices of the program, which `{}` lists.
+      num_devices: number of devices of the program. The text `replica_groups={}` means one group of all devices.
 
     Raises:
-      ValueError: the text has none of the four syntaxes.
+      ValueError: the text matches none of the four syntaxes that the module's docstring lists.
     """
     if match := ALONG.search(attributes):
         return _along(match[1], match[2], match[3])

@@ -35,7 +35,8 @@ class Found:
 
     Attributes:
       cluster: the target cluster.
-      ranked: (candidate, plan) for compiled candidates: fitting plans first, then by modelled time.
+      ranked: (candidate, plan) for each compiled candidate, best first: plans that fit in memory, then plans whose fit
+        is unknown, then plans that do not fit; each of the three by modelled seconds of a step.
       num_candidates: number of legal candidates that may fit, compiled or not.
       refused: (candidate, error) for candidates that could not be assembled; they use up part of the maximum number of
         compiled candidates.
@@ -56,7 +57,10 @@ def search(
     most: int = COMPILED,
     compiled_by: Callable[[Config, Mapping[str, int], Cluster], Compiled] = compile_step,
 ) -> Found:
-    """Compiles the candidates with the best estimates and ranks them by their plans.
+    """Compiles the candidates with the best estimates, and returns them ranked by memory and modelled step time.
+
+    Plans that fit in the devices' memory rank first, and among them the plan with the shortest modelled step. If all
+    plans before the last one are too large, the last compiled candidate is the one with the lowest estimate of memory.
 
     Args:
       config: the configuration to vary; its mesh is ignored.
@@ -65,7 +69,10 @@ def search(
       only_mesh: whether only the mesh varies, and microbatches, schedules, remat policies and the ZeRO level stay as
         configured.
       most: maximum number of compiled candidates.
-      compiled_by: function that compiles a step.
+      compiled_by: function (configuration, mesh axis -> size, cluster) -> `Compiled` that compiles the training step.
+
+    Returns:
+      A `Found` with the ranked candidates, and with the candidates that could not be assembled.
 
     Raises:
       UserError: each mesh on this cluster is illegal or surely too large for the devices' memory.
@@ -98,7 +105,9 @@ def search(
 
 
 def diverse(found: list[Candidate]) -> list[Candidate]:
-    """Orders candidates for compilation: the two fastest of each mesh, then all others; both groups fastest first.
+    """Orders candidates for compilation: the two fastest of each mesh first, then all other candidates.
+
+    The candidates of both parts are ordered by their estimated time.
 
     Args:
       found: the candidates, fastest estimate first.

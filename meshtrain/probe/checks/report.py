@@ -30,17 +30,17 @@ class Finding:
 
 
 def ok(check: str, seen: str) -> Finding:
-    """Returns the finding of a check that passed; the arguments are fields of `Finding`."""
+    """Returns a finding with the verdict `ok`: the check passed. The arguments are fields of `Finding`."""
     return Finding(OK, check, seen)
 
 
 def warning(check: str, seen: str, fix: str, process: int | None = None) -> Finding:
-    """Returns the finding of a problem with which a run may still work; the arguments are fields of `Finding`."""
+    """Returns a finding with the verdict `warning`: a run may still work. The arguments are fields of `Finding`."""
     return Finding(WARNING, check, seen, fix, process)
 
 
 def error(check: str, seen: str, fix: str, process: int | None = None) -> Finding:
-    """Returns the finding of a problem with which a run fails or hangs; the arguments are fields of `Finding`."""
+    """Returns a finding with the verdict `error`: a run fails or hangs. The arguments are fields of `Finding`."""
     return Finding(ERROR, check, seen, fix, process)
 
 
@@ -85,7 +85,7 @@ def last_line(findings: Sequence[Finding], what: str) -> str:
 
 
 def exit_code(findings: Iterable[Finding]) -> int:
-    """Returns exit code 2 if there is an error, with which a run would fail, else 0."""
+    """Returns exit code 2 if the verdict of any finding is `error` (a run would fail or hang), else 0."""
     return EXIT_USER_ERROR if any(finding.verdict == ERROR for finding in findings) else EXIT_FINISHED
 
 
