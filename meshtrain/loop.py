@@ -330,7 +330,7 @@ def too_many_skipped(done: CompletedStep, when: Timetable) -> bool:
 
 
 def first_not_finite(done: CompletedStep) -> tuple[int, int]:
-    """Returns the index and the layer of the first non-finite value of a skipped step, for `guard.name_of_gradient`.
+    """Returns the index and the layer of the first non-finite value of a skipped step, for `guard.skip_reason`.
 
     The index is 0 for the loss, n + 1 for the gradient of parameter n, and negative for other causes. The layer is -1
     if it is unknown.

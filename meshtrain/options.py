@@ -250,15 +250,17 @@ def options_problem(key: str, name: str, options: UserObject) -> Problem | None:
 
 
 def _shared_problem(path: str, own: type, group: Options) -> Problem | None:
-    """Returns a problem if a function's option has the name of an option of its group but another default, else None.
+    """Returns a problem if a user's function changes the default of a built-in option, else None.
 
-    Such an option would have two defaults. A saved configuration contains the values of all options, so nobody could
-    see whether the user or a default set the value.
+    A group is a dataclass of built-in options, such as `optimizer`. One option, such as `optimizer.name`, selects the
+    function. The function's options class adds options to the group. If it defines an option that the group also has,
+    both defaults must be equal; otherwise the option would have two defaults. A saved configuration contains the values
+    of all options, so nobody could see whether the user or a default set the value.
 
     Args:
       path: the dotted key of the group in the configuration.
-      own: the options class of the function.
-      group: the default options of the group.
+      own: the options class of the user's function.
+      group: the default built-in options of the group.
     """
     for field in dataclasses.fields(own):
         default = getattr(group, field.name, field.default)

@@ -43,7 +43,8 @@ class Placed:
       placement: applies the same rules to arrays inside the step.
       task: the model, its loss and its batch.
       batch: entry name -> shape, dtype and logical axes of the global array.
-      params: abstract parameters in their shapes on the devices, with a pipeline's layers arranged in stages.
+      params: abstract parameters with global shapes (of complete arrays, not of shards). If there is a pipeline, layers
+        are stacked as in `Stack.shape`, with padding layers.
       axes: a pytree with the logical axes of each parameter.
       stack: the arrangement of layers in a pipeline; None without a pipeline.
       program: the pipeline's schedule as tables for the executor; None if the pipeline axis has size 1.

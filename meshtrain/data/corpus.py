@@ -143,8 +143,9 @@ def _text_streams(
     """Reads and tokenizes text; returns the training stream, the validation stream, and a text for the data's summary.
 
     Documents are assigned to a split by a hash of their content, so a document keeps its split if its file is renamed
-    or copied. For the standard library, the hash is of the path. If there are fewer than 100 documents, their
-    concatenation is split at one position instead. The text states the number of special tokens in the documents.
+    or copied. The built-in corpus of source `python` consists of the .py files of Python's standard library; they are
+    assigned by a hash of their paths. If there are fewer than 100 documents, their concatenation is split at one
+    position instead. The text states the number of special tokens in the documents.
     """
     if options.source == "python":
         documents = standard_library()

@@ -41,7 +41,7 @@ _FREE = (
 
 @dataclasses.dataclass(frozen=True)
 class Described:
-    """The model that a config.json describes.
+    """A description of a model: the decoder options and other facts, read from its config.json.
 
     Attributes:
       family: the `model_type`, a key of `FAMILIES`.
@@ -84,7 +84,7 @@ def is_decoder(model: Options) -> bool:
 
 
 def describe_model(directory: str | Path, ignore: str | None = "") -> Described:
-    """Returns the model that the config.json of a folder describes.
+    """Returns a description of the model in a folder, such as its family and decoder options, from its config.json.
 
     The tensor files take precedence in two cases. The embeddings are untied if the files have a separate output head
     with other values. A quantization is ignored if no tensor is quantized.
@@ -192,7 +192,7 @@ def _text_half(given: JsonObject) -> JsonObject:
 
 
 def of_json(given: Mapping[str, Json], path: Path, ignore: str | None) -> Described:
-    """Returns the model that the content of a config.json describes.
+    """Returns a description of a model, such as its family and decoder options, from the content of a config.json.
 
     Args:
       given: the content.

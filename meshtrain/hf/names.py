@@ -33,14 +33,21 @@ _FIRST = "first_layers"
 class Weight(NamedTuple):
     """A weight of the decoder, and its tensor in a Hugging Face model.
 
+    Letters name dims, such as D (embed dim), N (query heads), G (key and value heads), H (head dim), E (experts); the
+    module's docstring lists all. Parentheses merge dims, the first is outermost. Three dims join several weights in one
+    tensor: `3` stacks queries, keys and values; `2` stacks the gate and up projections; `J` concatenates the heads of
+    queries, keys and values, N + 2 G heads.
+
     Attributes:
       path: the path of the decoder's parameter, without `params/`.
       name: the name of the tensor; the first `{}` is replaced by the layer's index, the second by the expert's index.
       layout: the letters of the parameter's dims, such as `D N H`, without the leading dims that stack the tensors of
         layers and experts.
       stored: the letters of the tensor's dims in the file, such as `(N H) D`.
-      part: the weight's index in the dim `3` or `2` of `stored`, or in `J` (0: queries, 1: keys, 2: values).
-      is_packed: whether the last dim of `stored` is in blocks of MXFP4; E is then the first dim of both layouts.
+      part: the weight's index among the weights in the tensor. In `3` and `J`: 0 for queries, 1 for keys, 2 for values.
+        In `2`: 0 for gate, 1 for up.
+      is_packed: whether the last dim of `stored` is in blocks of MXFP4 (4-bit numbers). The experts' dim E is then the
+        first dim of `layout` and of `stored`.
     """
 
     path: str

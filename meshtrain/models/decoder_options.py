@@ -65,7 +65,11 @@ class RopeOptions:
 
     @property
     def stretch(self) -> float | None:
-        """The factor of rotated queries and keys with YaRN (Peng et al. 2023, section 3.4); None: no factor."""
+        """The number by which YaRN multiplies rotated queries and keys (Peng et al. 2023, section 3.4).
+
+        It is `attention`, or 0.1 ln(`factor`) + 1 if `attention` is 0. None: `factor` is 1 or `scaling` is not
+        `yarn`. In latent attention, all channels of queries and keys have this factor.
+        """
         if self.factor == 1.0 or self.scaling != "yarn":
             return None
         return self.attention or 0.1 * math.log(self.factor) + 1.0

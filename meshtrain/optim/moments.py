@@ -2,9 +2,9 @@
 
 Moments are decoded before an update and encoded after it. Moments and weights in bfloat16, and second moments in 8
 bits, are rounded stochastically. A moment with beta2 = 0.999 changes by a thousandth in a step without gradient, which
-is a quarter of the distance between two bfloat16 numbers. With rounding to nearest, this moment would never decrease
-after the largest gradient of the run. The random bits depend on the number of updates, the array and the element, not
-on the mesh.
+is at most about a quarter of the distance between two bfloat16 numbers. With rounding to nearest, this moment would
+never decrease after the largest gradient of the run. The random bits depend on the number of updates, the array and the
+element, not on the mesh.
 """
 
 from collections.abc import Mapping, Sequence

@@ -139,7 +139,13 @@ def refuse_large_weights(assembly: Assembly) -> None:
 
 
 def bytes_needed(assembly: Assembly, room: Room) -> int:
-    """Returns the bytes of training state that all devices of `room` together store in its memory."""
+    """Returns the bytes of training state that devices store in one memory: the sum over the devices that share it.
+
+    Args:
+      assembly: the run's assembly.
+      room: the memory, from `room_of`: a device's memory, or main memory that all devices of this process share. Main
+        memory also stores moments that are offloaded to the host.
+    """
     return state_bytes(assembly, with_host=room.is_host) * room.num_sharing
 
 

@@ -31,7 +31,7 @@ from meshtrain.run import workdir
 from meshtrain.run.evaluation import sets_of
 from meshtrain.sharding.trees import leaves_with_paths
 from meshtrain.step.early_stop import reason
-from meshtrain.step.guard import name_of_first, name_of_gradient
+from meshtrain.step.guard import name_of_first, skip_reason
 from meshtrain.step.state import TrainState
 from meshtrain.store import buckets
 from meshtrain.store.buckets import Unreached, wrap_bucket_errors
@@ -136,7 +136,7 @@ def actions(
         "finish_saving": functools.partial(finish, checkpoints),
         "rate": checkpoints.rate,
         "diagnose": functools.partial(diagnosis, checkpoints),
-        "name": functools.partial(name_of_gradient, paths),
+        "name": functools.partial(skip_reason, paths),
         "is_missing": lambda step: step == start_step and not has_row and len(corpus.validation) > 0,
         "reason": functools.partial(reason, options, found, higher=higher_is_better(assembly, options.metric)),
     }

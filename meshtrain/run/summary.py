@@ -84,7 +84,12 @@ def show(
 
 
 def metrics_of_evaluation(values: Mapping[str, float | None]) -> dict[str, float]:
-    """Returns name, such as `accuracy` -> value of the last evaluation's metrics in `values`, except the loss."""
+    """Returns the metrics of the last evaluation except the loss: name, such as `accuracy` -> value.
+
+    Args:
+      values: metric name -> value in the last logged row and the last evaluation. Names of an evaluation's metrics
+        have the prefix `eval_`, which the result's names lack. A metric with the value None is left out.
+    """
     evaluated = {name.removeprefix(EVALUATED): value for name, value in values.items() if name.startswith(EVALUATED)}
     return {name: value for name, value in evaluated.items() if name != "loss" and value is not None}
 

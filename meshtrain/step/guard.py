@@ -116,12 +116,13 @@ def first_not_finite(loss: jax.Array, square_sums: jax.Array, can_move: jax.Arra
     return jnp.where(jnp.any(wrong), jnp.argmax(wrong), otherwise).astype(jnp.int32)
 
 
-def name_of_gradient(paths: Sequence[str], number: int, layer: int) -> str:
-    """Returns the reason why the guard skipped a step, as text: the loss, a gradient, the update, or a norm jump.
+def skip_reason(paths: Sequence[str], number: int, layer: int) -> str:
+    """Returns as text why the guard skipped a step: a non-finite loss, gradient or update, or a jump of the norm.
 
     Args:
       paths: the path of each parameter.
-      number: the result of `first_not_finite`.
+      number: the result of `first_not_finite`. 0: the loss is not finite. n + 1: the gradient of parameter n is not
+        finite. -2: the updated weights are not finite. -1: all of these are finite, so the gradient norm jumped.
       layer: the layer of the gradient, from `health.last_not_finite`; -1: unknown, or no layer.
     """
     if number == _UPDATE:
@@ -133,7 +134,7 @@ def name_of_gradient(paths: Sequence[str], number: int, layer: int) -> str:
 
 
 def name_of_first(params: Arrays, number: int, layer: int = -1) -> str:
-    """Returns the name of the first non-finite array: a weight, the loss, or a gradient, in this order.
+    """Returns the path of the first non-finite weight, or the text of `skip_reason` if all weights are finite.
 
     Call it after training has stopped. A non-finite weight was non-finite when the run started, because the guard skips
     updates that are not finite.
@@ -148,4 +149,4 @@ def name_of_first(params: Arrays, number: int, layer: int = -1) -> str:
     for path, is_finite in zip(paths, jax.device_get(are_finite), strict=True):
         if not np.all(is_finite):
             return f"params/{path}"
-    return name_of_gradient(paths, number, layer)
+    return skip_reason(paths, number, layer)

@@ -52,9 +52,10 @@ from meshtrain.step.step import with_sequence_index
 
 
 def abstract_params(task: Task, stack: Stack | None, num_devices: int) -> tuple[Params, NamesTree]:
-    """Returns a task's abstract parameters, in the shapes that the devices store, and their logical axes.
+    """Returns a task's abstract parameters, with global shapes (not of shards), and their logical axes.
 
-    A pipeline's layers are arranged in stages; without a pipeline they are in layer order, [L, ...] for L layers.
+    A pipeline's layers are stacked as in `Stack.shape`, with padding layers. Without a pipeline they are in layer
+    order, [L, ...] for L layers.
 
     Args:
       task: the task, which defines the parameters.

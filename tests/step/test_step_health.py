@@ -152,7 +152,7 @@ def test_the_last_layer_that_is_not_finite_is_named():
     assert int(after.skipped.total) == 1
     paths = [path for path, _ in guard.leaves_with_paths(after.params)]
     number, layer = int(metrics[guard.FIRST_NOT_FINITE]), int(metrics[guard.ITS_LAYER])
-    assert guard.name_of_gradient(paths, number, layer) == "gradients/encoder/w, layer 2"
+    assert guard.skip_reason(paths, number, layer) == "gradients/encoder/w, layer 2"
     assert guard.name_of_first(after.params, number, layer) == "gradients/encoder/w, layer 2"
 
 

@@ -171,7 +171,7 @@ def test_a_sum_that_float16_cannot_hold_is_named_and_is_no_jump_of_the_norm():
     state = init_state({"a": jnp.ones(3), "b": jnp.ones(2)}, optax.sgd(0.1), jax.random.key(0), rule)
     _, metrics = jax.jit(train_step(gradients, change, rule))(state, {"x": jnp.zeros((1, 1))})
     assert metrics["skipped_steps"] == 1
-    assert guard.name_of_gradient(["a", "b"], int(metrics[guard.FIRST_NOT_FINITE]), -1) == "gradients/b"
+    assert guard.skip_reason(["a", "b"], int(metrics[guard.FIRST_NOT_FINITE]), -1) == "gradients/b"
 
 
 @pytest.mark.parametrize(

@@ -258,9 +258,10 @@ def _with_further(
 def _of_part(
     how: How, index: Index, stacks: Stacks, number: int | jax.Array, x: jax.Array, gates: jax.Array, matrices: Matrices
 ) -> jax.Array:
-    """Returns the gated sum of one part's results for each of t tokens, [t, D].
+    """Returns the gated sum of the experts' results for each of t tokens, [t, D], over the rows of one part only.
 
-    A part is a fixed number of rows. `number` is the index of the part; the other arguments are described in `results`.
+    A row contains the activations of a token for one of its experts, or padding. A part is a fixed number of rows.
+    `number` is the index of the part; the other arguments are described in `results`.
     """
     cut = how.cut
     start = number * cut.num_rows

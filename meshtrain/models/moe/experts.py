@@ -259,7 +259,9 @@ class _Plan:
         o: DecoderOptions,
         platform: str,
     ) -> "_Plan":
-        """Returns the plan for these activations and matrices; its specs omit mesh axes that are already manual.
+        """Returns the shardings of one layer's activations and experts, as a `_Plan`.
+
+        The partition specs omit mesh axes that are already manual.
 
         Args:
           place: determines the shardings.

@@ -279,11 +279,13 @@ def layer_gradients(
 def along(rows: Iterable[Traffic], axes: str) -> list[Traffic]:
     """Returns the rows of traffic that belong to an axis, or to several axes joined by `+`.
 
-    For joined axes, these are the collectives that move weights and gradients along all or some of the axes. A
-    collective along only `context` or only `expert` exchanges activations, so it belongs only to that axis. If `expert`
-    is one of the axes, collectives that leave it out move weights of experts, and do not belong to the joined axes. A
-    collective along `tensor` and another axis moves a weight or gradient, because activations are sent along `tensor`
-    only, so it belongs to the other axis.
+    A row belongs to `axes` if its collectives run along exactly these axes. Another row belongs to `axes` if its
+    collectives move weights or gradients along some of these axes. All three rules must then hold:
+
+    1. Each axis of the row is in `axes` or is `tensor`. A collective along `tensor` and another axis moves weights or
+       gradients, so it belongs to the other axis.
+    2. The row is not along only `context`, only `expert` or only `tensor`. Such collectives exchange activations.
+    3. If `expert` is in `axes`, the row is also along `expert`. Collectives without this axis move weights of experts.
 
     Args:
       rows: the traffic along all axes.
