@@ -117,7 +117,7 @@ def _json(path: pathlib.Path) -> JsonObject:
         raise UserError(
             Problem(
                 path,
-                got=f"not a JSON object ({error})",
+                got=f"no JSON object ({error})",
                 allowed="the unchanged file of the run",
                 nearest="a report without this run",
             )

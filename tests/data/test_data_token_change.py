@@ -44,7 +44,9 @@ def test_a_file_that_changes_is_one_line_that_names_it(path, change, stays_open)
     stream = TokenStream((FileIds(OpenFile(path, "uint16", stays_open=stays_open), 0, 4001),), 256).cut(0, 4000)
     assert stream.read(0, 5).tolist() == [*b"abcd "]
     change(path)
-    with pytest.raises(UserError, match=f"^data.path: '{path}' has changed while it is read .* nearest: ") as error:
+    with pytest.raises(
+        UserError, match=f"^data.path: '{path}' changed while the run was reading it .* nearest: "
+    ) as error:
         stream.read(3000, 3100)
     assert len(error.value.problems) == 1
 

@@ -75,7 +75,7 @@ def test_unusable_tokenizer_files_are_one_line(tmp_path):
     with pytest.raises(UserError, match="did you mean 'bytes'"):
         open_tokenizer("byte")
     (tmp_path / "other.json").write_text('{"a": 1}')
-    with pytest.raises(UserError, match=r"is no tokenizer\.json"):
+    with pytest.raises(UserError, match=r"is not a valid tokenizer\.json"):
         open_tokenizer(str(tmp_path / "other.json"))
 
 

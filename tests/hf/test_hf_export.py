@@ -123,12 +123,13 @@ def test_turns_of_which_two_layers_have_one_kind_alone_are_a_gemma(global_every)
 
 
 def test_options_that_no_family_has_are_refused():
+    unlike = "which no Hugging Face model combines with the other options; .* nearest"
     with pytest.raises(
-        UserError, match=r"model: got model.norm.name=layernorm, beside .*: model.norm.name=rmsnorm for llama$"
+        UserError, match=rf"got model.norm.name=layernorm, {unlike}: model.norm.name=rmsnorm for llama$"
     ):
         family_of(DecoderOptions(norm=NormOptions(name="layernorm"), vocab_size=257))
     gpt2 = describe_model(FIXTURES / "gpt2").options
-    with pytest.raises(UserError, match=r"got model.num_kv_heads=2, beside .* nearest: model.num_kv_heads=4 for gpt2$"):
+    with pytest.raises(UserError, match=rf"got model.num_kv_heads=2, {unlike}: model.num_kv_heads=4 for gpt2$"):
         family_of(dataclasses.replace(gpt2, num_kv_heads=2))  # no key of its config.json could say it
 
 

@@ -40,7 +40,7 @@ def test_a_task_of_ones_own_begins_with_a_folder_on_its_mesh(tmp_path):
         base_weights.refuse_other_weights(other, tmp_path / "run")
     assert [line.partition(": got ")[2].partition("; allowed")[0] for line in caught.value.problems] == [
         "no down (1 of 3)",
-        "besides down.kernel (1 of 3)",
+        "additional down.kernel (1 of 3)",
         "another shape of up (1 of 3)",
     ]
 

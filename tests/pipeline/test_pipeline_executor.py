@@ -208,7 +208,9 @@ def test_empty_places_are_passed_by_whatever_their_numbers_are(schedule, num_emp
 
 def test_a_unit_of_layers_and_empty_places_is_refused(monkeypatch):
     monkeypatch.setattr(sys.modules[__name__], "model", lambda n: Stages(n, first, repeated, last, num_together=2))
-    with pytest.raises(UserError, match=r"num_together: got 2; allowed: a divisor of the 2 .* all 3; nearest: 1"):
+    with pytest.raises(
+        UserError, match=r"num_together: got 2; allowed: a divisor of the 2 .* all 3 layers; nearest: 1"
+    ):
         run(schedule_of("1f1b"), num_empty=1)
 
 

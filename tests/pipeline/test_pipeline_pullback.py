@@ -93,7 +93,9 @@ def test_residuals_in_host_memory_are_one_line():
         offload_dst="pinned_host",
     )
     layer = jax.checkpoint(lambda w, x: jnp.tanh(name(2 * x, "x") @ w[0]), policy=policy)
-    with pytest.raises(UserError, match=r"stages.repeated: got residuals in host memory.*nearest: nothing_saveable"):
+    with pytest.raises(
+        UserError, match=r"stages.repeated: got saved activations in host memory.*nearest: nothing_saveable"
+    ):
         SplitLayer(lambda w, x, _: (layer(w, x), None), W, X, jnp.int32(0))
 
 

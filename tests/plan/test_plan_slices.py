@@ -175,7 +175,7 @@ def test_the_first_slice_is_a_mesh_of_its_own_chips():
 def test_a_mesh_on_parts_of_several_slices_is_refused_before_the_compiler_ends_the_process():
     """XLA aborts where slices have different numbers of partitions."""
     with pytest.raises(
-        UserError, match=r"12 devices; allowed: at most the 8 of a slice, or whole .*nearest: mesh.data=8"
+        UserError, match=r"12 devices; allowed: at most the 8 devices of a slice, or complete .*nearest: mesh.data=8"
     ):
         plan_command.main(["--config=configs/tiny.py", "--cluster=2xv5e:2x4", "--config.mesh.data=12"])
     options = MeshOptions(data=8)

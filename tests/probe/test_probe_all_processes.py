@@ -76,7 +76,7 @@ FAULTS = [
         all_processes.devices({**COUNTS, 1: (8, "NVIDIA A100")}, None, []),
         ERROR,
         [1],
-        "8 x NVIDIA A100, and 8 x NVIDIA H100",
+        "8 x NVIDIA A100, but 8 x NVIDIA H100",
         "nvidia-smi",
     ),
     (
@@ -113,7 +113,7 @@ FAULTS = [
         "process 2: all-reduce on data",
         "remove this machine",
     ),
-    ("slow host", all_processes.slow(SLOW_2), WARNING, [2], "2.10 ms to exchange", "take the machine out"),
+    ("slow host", all_processes.slow(SLOW_2), WARNING, [2], "2.10 ms to exchange", "remove the machine from the job"),
 ]
 
 

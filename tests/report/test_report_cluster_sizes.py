@@ -37,5 +37,5 @@ def test_a_cluster_keeps_its_hosts(cluster, num_devices, expected):
 
 @pytest.mark.parametrize(("cluster", "num_devices"), [("h100:8x8", 20), ("v5e:4x4", 22)])
 def test_a_size_that_no_such_cluster_has_is_one_line(cluster, num_devices):
-    with pytest.raises(UserError, match=rf"--scaling: got {num_devices} on .*nearest: \d+"):
+    with pytest.raises(UserError, match=rf"--scaling: got {num_devices} devices on .*nearest: \d+"):
         cluster_sizes.resize(cluster, num_devices)

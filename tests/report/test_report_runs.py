@@ -90,7 +90,7 @@ def not_in_utf8(tmp_path):
         (a_file, ["a file;"]),
         (a_pipe, ["with a pipe at metrics.jsonl"]),
         (all_runs, ["with nothing there at config.json", "runs/3d"]),
-        (not_begun, ["with nothing there at metrics.jsonl", "has begun"]),
+        (not_begun, ["with nothing there at metrics.jsonl", "has started"]),
         (no_configuration, ["with nothing there at config.json"]),
         (twice, ["twice; allowed: each run once"]),
         (not_in_utf8, ["a path in UTF-8"]),

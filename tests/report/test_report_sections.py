@@ -90,7 +90,7 @@ def test_runs_that_hold_the_same_share_one_chart(runs):
     assert "<h3>a, b</h3>" in text
     assert "<h3>c</h3>" in text
     assert without_plotly(text).count("<svg") == 2
-    assert "1 MiB of moments in its host&#x27;s memory" in text
+    assert "1 MiB of moments in host memory" in text
 
 
 def test_configurations_that_are_the_same_say_so(runs):

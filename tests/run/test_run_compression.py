@@ -12,7 +12,7 @@ from meshtrain.sharding.rules import AXES
 from meshtrain.sharding.trees import leaves_with_paths
 from scripts.benchmarks import compression
 
-INT8 = ("mesh.data=2", "compression.kind=int8", "model.num_layers=2")
+INT8 = ("mesh.data=2", "reduction.name=int8", "model.num_layers=2")
 
 
 def on_mesh(directory, **sizes):

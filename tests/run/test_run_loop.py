@@ -250,7 +250,7 @@ def test_between_saves_it_is_noticed_one_step_later(tmp_path):
 
 def test_a_run_does_not_end_with_a_step_that_went_wrong(tmp_path):
     run = Run(tmp_path, losses={10: math.nan})
-    with pytest.raises(TrainingStopped, match=r"at step 10; 1 steps? in a row .* = 2, the last not\)"):
+    with pytest.raises(TrainingStopped, match=r"at step 10; 1 steps? in a row .* = 2, but not the last step\)"):
         run.go()
     assert run.did == []
     run = Run(tmp_path, losses={8: math.nan, 9: math.nan})

@@ -76,7 +76,11 @@ def test_evaluations_continue_prompts_and_compile_once(changes, run, prompts, tm
         ("", (), "eval_prompts: got '{}', which contains no prompt; allowed: at least one line"),
         ('{"text": "a"}\n', (), "eval_prompts: {}, line 1: got text; allowed: a JSON object with 'prompt'"),
         ('{"messages": [{"role": "user", "content": "a"}]}\n', (), "data.chat_template: got ''"),
-        ('{"prompt": "a"}\n', ("data.source=synthetic", "data.path="), "eval_prompts: got it with data without text"),
+        (
+            '{"prompt": "a"}\n',
+            ("data.source=synthetic", "data.path="),
+            "eval_prompts: got a file with data without text",
+        ),
     ],
 )
 def test_prompts_that_cannot_be_continued_are_one_line_before_anything_is_written(lines, changes, said, run, tmp_path):

@@ -93,7 +93,9 @@ def test_a_last_save_that_cannot_be_started_is_not_taken_for_one(tmp_path):
         (tmp_path / "run").touch()  # no folder can be made there now
         with pytest.raises(errors.SaveFailed):
             checkpoints.save(4, {"params": {"w": jnp.zeros(3)}}, {})
-        with pytest.raises(errors.SaveFailed, match=r"/4: not written: .*; the same command begins anew$"):
+        with pytest.raises(
+            errors.SaveFailed, match=r"/4: not written: .*; the same command starts from the beginning$"
+        ):
             saving.finish(checkpoints)
 
 

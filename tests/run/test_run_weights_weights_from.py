@@ -177,7 +177,7 @@ def test_text_is_read_with_the_tokenizer_of_the_model(with_text, tmp_path):
     assert lines(tokenizer=str(other)) == [], "tokens may be added"
     content["model"]["vocab"] |= {"new": 310}
     other.write_text(json.dumps(content))
-    assert [line.partition(", and")[0] for line in lines(tokenizer=str(other))] == [
+    assert [line.partition(", but")[0] for line in lines(tokenizer=str(other))] == [
         f"init_from: data.tokenizer: got '{other}'"
     ]
 

@@ -100,7 +100,7 @@ def test_devices_without_a_host_memory_are_refused():
     device = types.SimpleNamespace(platform="odd", addressable_memories=memories)
     [line] = offload.problems("offload.moments=True", [device])
     assert line.startswith(
-        "offload.moments: got True, and odd devices have no memory of kind pinned_host (only device);"
+        "offload.moments: got True, but odd devices have no memory of kind pinned_host (only device);"
     )
     assert offload.problems("offload.moments=True", jax.devices()) == []
     with pytest.MonkeyPatch.context() as patch:

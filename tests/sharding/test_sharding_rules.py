@@ -122,7 +122,7 @@ def test_every_fault_of_a_table_is_reported_at_once():
     with pytest.raises(UserError) as error:
         Rules((Rule("a", ("tensr",)), Rule("a", ("fsdp", "fsdp")), Rule("b", "tensor")), storage_axes=("pipe",))
     twice, typo, repeated, text, storage = error.value.problems
-    assert "rule 'a': stands twice" in twice or "rule 'a': stands twice" in typo
+    assert "rule 'a': is listed twice" in twice or "rule 'a': is listed twice" in typo
     assert "got 'tensr'" in twice + typo
     assert "did you mean 'tensor'" in twice + typo
     assert "'fsdp' 2 times" in repeated
