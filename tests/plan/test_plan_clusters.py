@@ -101,5 +101,5 @@ def test_tpus_are_found_by_name(text, name):
 
 @pytest.mark.gpu_compiler
 def test_a_torus_that_no_tpu_has_is_refused_in_one_line():
-    with pytest.raises(UserError, match="which the compiler refuses"):
+    with pytest.raises(UserError, match="which the compiler rejects"):
         clusters.open_cluster("v5e:3x5")
