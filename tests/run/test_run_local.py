@@ -57,7 +57,7 @@ def test_on_another_mesh_it_goes_on_with_the_same_losses(apart, run, stopped, me
 
 @pytest.mark.slow
 def test_a_gradient_that_waits_is_saved(run, stopped, tmp_path):
-    late = ("local_steps.delay=1", "mesh.data=2")
+    late = ("reduction.name=one_step_late", "mesh.data=2")
     whole, resumed = run(tmp_path / "run", *late), run(stopped(*late), *late)
     assert resumed.losses == whole.losses
     jax.tree.map(np.testing.assert_array_equal, resumed.result.state, whole.result.state)
