@@ -29,7 +29,7 @@ def test_gradients_of_chunks_cross_data_beside_later_rows():
     )
     plan = planned("h100:1x8", given)
     assert (NUM_CHUNKS - 2) / NUM_CHUNKS <= plan.layer_gradients.overlapped_fraction <= 1
-    assert "overlap products of later rows" in text_report.text(plan)
+    assert "overlap products of later clock ticks" in text_report.text(plan)
     sent = {row.axis: row.wire_bytes for row in plan.traffic if row.kind == "all-reduce" and row.axis == "data"}
     assert sent["data"] == pytest.approx(plan.minimum["data"], rel=0.01)
 
