@@ -16,16 +16,13 @@ import sys
 import traceback
 import typing
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from meshtrain.cli import words
 from meshtrain.errors import MOST_LINES, Problem, UserError, first_line, fold, is_finite, nearest, refuse, unknown
 from meshtrain.files import expand_user, is_url, is_utf8, url_problems, what_is_at
 from meshtrain.options import MOST, Options, Value, Values
 from meshtrain.user_functions import UserObject
-
-if TYPE_CHECKING:
-    pass
 
 _WORDS = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text"}
 _BOOLS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
@@ -494,7 +491,9 @@ def _unknown_key(key: str, value: Value, entries: Mapping[str, Entry]) -> Proble
     fix = _assignment(ours[0], value, entries) if ours else ""
     if key in groups:
         fields = [name for name in entries if name.startswith(f"{key}.")]
-        fix = fix or (_assignment(fields[0], value, entries) if "." in key else "")  # of a group inside `model`
+        if not fix and "." in key:  # a group inside `model`: the value may be meant for its first field
+            assignment = _assignment(fields[0], value, entries)
+            fix = "" if assignment == f"; nearest: {fields[0]}" else assignment
         return Problem(
             key,
             got=_text_of(value),
@@ -514,7 +513,8 @@ def _unknown_key(key: str, value: Value, entries: Mapping[str, Entry]) -> Proble
         fix = f"; did you mean '{same_name[0]}'?"
     fix = fix or nearest(key, [*entries, *groups])
     if top in groups:
-        allowed = ", ".join(name for name in entries if name.startswith(f"{top}."))
+        inner = [name.removeprefix(f"{top}.").partition(".") for name in entries if name.startswith(f"{top}.")]
+        allowed = ", ".join(dict.fromkeys(f"{top}.{name}.*" if dot else f"{top}.{name}" for name, dot, _ in inner))
     else:
         allowed = f"the keys that `{program()} config` lists"
     return Problem(key, fault="unknown key", allowed=allowed, fix=fix, nearest="leave it out")

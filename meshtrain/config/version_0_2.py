@@ -56,8 +56,8 @@ def today(record: Mapping[str, Json]) -> Values:
                 )
             )
     values.pop("model.expert_room", None)
-    today = {f"model.{name}": f"model.{moved}" for name, moved in _MOVED.items()}
-    renamed = {today[key] if key in today else key: value for key, value in values.items()}
+    moved = {f"model.{name}": f"model.{place}" for name, place in _MOVED.items()}
+    renamed = {moved[key] if key in moved else key: value for key, value in values.items()}
     return {"data.begin_token": "none"} | renamed | converted(record)
 
 

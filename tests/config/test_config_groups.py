@@ -47,6 +47,10 @@ def test_a_value_in_place_of_a_group_is_one_line():
     [line] = lines({"model": {"moe": 8}})
     assert line.startswith("model.moe: got 8; allowed: a value for one of its fields: model.moe.num_experts, ")
     assert line.endswith("; nearest: model.moe.num_experts=8")
+    [line] = lines({"model": {"rope": None}})
+    assert line.endswith("; nearest: model.rope.base=10000.0")
+    [line] = lines({"model": {"no_such_key": 1}})
+    assert "model.head_dim, model.latent.*, model.vocab_size" in line
     [line] = lines({}, {"model.rope.bse": "5"})
     assert line.startswith("model.rope.bse: unknown key; allowed: model.rope.base, model.rope.factor, ")
     assert line.endswith("; did you mean 'model.rope.base'?")
