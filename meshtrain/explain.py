@@ -97,6 +97,7 @@ def kernels_text(assembly: Assembly) -> list[str]:
     for kernel in assembly.cost.kernels:
         lines += [f"{kernel.part:<13}{kernel.by}: {kernel.why}"] if kernel.by else []
         lines += [f"exchange     {kernel.exchange}"] if kernel.exchange else []
+        lines += [f"warning      {kernel.fallback_line}"] if kernel.fallback else []
     return lines
 
 

@@ -8,6 +8,14 @@ import dataclasses
 
 # The names of a GPU's platform: in `jax.Device.platform`, and of the CUDA plugin.
 GPU = ("gpu", "cuda")
+# The compute capability of an NVIDIA GPU, such as (9, 0).
+Capability = tuple[int, int]
+OLDEST_CAPABILITY: Capability = (8, 0)  # A100: Pallas and cuDNN's attention support no older GPUs
+
+
+def runs_kernels(capability: Capability | None) -> bool:
+    """Returns whether a GPU runs the kernels of attention and experts; None, an unknown capability, counts as true."""
+    return capability is None or capability >= OLDEST_CAPABILITY
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,6 +27,7 @@ from jax.typing import DTypeLike
 from meshtrain.models import vocabulary
 from meshtrain.models.attention.select import exchange
 from meshtrain.models.decoder_options import TransformerShape
+from meshtrain.models.fallback import Fallback
 from meshtrain.models.remat import SUMS_AGAIN, RematOptions
 from meshtrain.sharding.placement import Placement
 from meshtrain.sharding.ring import wire_share
@@ -49,12 +50,19 @@ class Kernel(NamedTuple):
       by: name of the implementation, such as `splash`; '': not stated.
       why: reason why this implementation was selected; '': not stated.
       exchange: one line of text about the data that devices exchange for this part; '': no data is exchanged.
+      fallback: a report that this implementation replaces a faster kernel; None: no kernel is lost.
     """
 
     part: str
     by: str = ""
     why: str = ""
     exchange: str = ""
+    fallback: Fallback | None = None
+
+    @property
+    def fallback_line(self) -> str:
+        """The line about `fallback` that `train` prints and `plan` lists as a finding; '' if no kernel is lost."""
+        return self.fallback.line(self.part) if self.fallback else ""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,7 +13,8 @@ from meshtrain.config import tasks, unused_options
 from meshtrain.config.mesh_checks import num_microbatches
 from meshtrain.errors import divisors
 from meshtrain.hardware.accelerators import DEFAULT_MEMORY_FRACTION, FRACTION_VARIABLE, POOL_FRACTION
-from meshtrain.models.cost import ATTENTION, EXPERTS, LOOP, Kernel
+from meshtrain.models.attention.select import APART
+from meshtrain.models.cost import ATTENTION, EXPERTS, Kernel
 from meshtrain.plan.cluster.clusters import Cluster
 from meshtrain.plan.cluster.compile import Compiled
 from meshtrain.plan.cost.context_sizes import activations_dominate, in_more_parts
@@ -34,8 +35,6 @@ ADDED = 0.02  # share of the traced FLOPs
 MUCH_IDLE = 0.15  # share of a pipeline's clock ticks
 BACKWARD_SHARE = 2 / 3  # of a microbatch's time: the share of its backward pass
 BUDGET = re.compile(r"Can't reduce memory use below ([\d.]+\w+).*?only reduced to ([\d.]+\w+)")
-APART = "model.within_documents=false, if tokens may attend to neighbouring documents"
-SPLASH = "precision.policy=bfloat16, heads of 64, 128 or 256, a sequence_length that is a multiple of 128"
 
 
 class Finding(NamedTuple):
@@ -63,7 +62,7 @@ def findings(plan: Plan) -> list[Finding]:
         if axis == PIPELINE:
             bound = max(bound, plan.executor_bytes or 0.0)
         results += _traffic(axis, bound, plan.traffic)
-    results += [*_attention(plan), *_experts(plan), *microbatch_reason(plan), *layers_in_loop(assembly, plan.cluster)]
+    results += [*_fallbacks(plan), *_attention(plan), *microbatch_reason(plan), *layers_in_loop(assembly, plan.cluster)]
     results += [Finding(what, change) for what, change in advice(assembly.mesh)]
     if plan.added_share is not None and plan.added_share > ADDED:
         results.append(
@@ -179,14 +178,9 @@ def _kernel(plan: Plan, part: str) -> Kernel | None:
     return next((kernel for kernel in kernels if kernel.part == part and kernel.by), None)
 
 
-def _experts(plan: Plan) -> list[Finding]:
-    chosen = _kernel(plan, EXPERTS)
-    if chosen is None or chosen.by != LOOP:
-        return []
-    change = (
-        "model.moe.expert_dim / mesh.tensor and model.embed_dim that are multiples of this number, or more microbatches"
-    )
-    return [Finding(f"products of experts run in a loop in plain JAX, slower than a kernel: {chosen.why}", change)]
+def _fallbacks(plan: Plan) -> list[Finding]:
+    kernels = plan.compiled.assembly.cost.kernels if plan.cluster.platform != "cpu" else ()
+    return [Finding(f"{part.part}: {lost.what}", lost.change) for part in kernels if (lost := part.fallback)]
 
 
 def microbatch_reason(plan: Plan) -> list[Finding]:
@@ -237,8 +231,9 @@ def _attention(plan: Plan) -> list[Finding]:
             Finding("attention is a TPU kernel, which is interpreted on this platform, slowly", "model.attention=auto")
         ]
     chosen = _kernel(plan, ATTENTION)
-    if chosen is None:
-        return []  # other tasks have no options of attention to advise on
+    # Other tasks have no options of attention to advise on. A fallback has a finding already.
+    if chosen is None or chosen.fallback:
+        return []
     if by == "xla" and length >= 2048:
         keeps = f"attention stores {length} x {length} numbers for each head"
         return [Finding(f"{keeps}: {chosen.why}", "model.attention=auto")]
@@ -246,10 +241,7 @@ def _attention(plan: Plan) -> list[Finding]:
         slower = f"attention is a kernel that was half as fast as cuDNN's on an H100: {chosen.why}"
         apart = plan.compiled.assembly.task.attends_within_segments
         return [Finding(slower, APART if apart else "heads of at most 128")]
-    if by != "blockwise":
-        return []
-    change = SPLASH if platform == "tpu" else "a 16-bit policy; no window or cap with documents"
-    return [Finding(f"attention is a loop in plain JAX, slower than a kernel: {chosen.why}", change)]
+    return []
 
 
 def compression_advice(

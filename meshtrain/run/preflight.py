@@ -97,8 +97,10 @@ def checked_assembly(
         assembly, lines = elastic.assemble_run(config, devices, make_task, rules, problems)
         machines = peers.num_machines()
         say("; ".join([describe(assembly.mesh, machines), *assembly.cost.exchanges, *device_lines, *lines]))
-    for what, change in advice(assembly.mesh, machines) if peers.is_main_process() else ():
-        warn(f"mesh: {what}; nearest: {change}")
+    lines = [f"mesh: {what}; nearest: {change}" for what, change in advice(assembly.mesh, machines)]
+    lines += [kernel.fallback_line for kernel in assembly.cost.kernels if kernel.fallback]
+    for line in lines if peers.is_main_process() else ():
+        warn(line)
     return assembly
 
 

@@ -12,6 +12,7 @@ import jax
 from jax.extend.core import Primitive
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from meshtrain.hardware.accelerators import GPU, Capability
 from meshtrain.sharding.jaxprs import inline_calls
 from meshtrain.sharding.param_sharding import (
     MAX_LEVEL,
@@ -129,6 +130,15 @@ class Placement:
         """The platform of the mesh's devices (`cpu`, `tpu`, `gpu`, ...), real or ahead-of-time."""
         platform: str = jax.default_backend() if self.mesh is None else self.mesh.devices.flat[0].platform
         return platform
+
+    @property
+    def compute_capability(self) -> Capability | None:
+        """The compute capability of NVIDIA GPUs, such as (9, 0); (0, 0) for other GPUs; None for other devices."""
+        device = jax.devices()[0] if self.mesh is None else self.mesh.devices.flat[0]
+        if device.platform not in GPU:
+            return None
+        numbers = str(getattr(device, "compute_capability", "")).split(".")
+        return (int(numbers[0]), int(numbers[1])) if len(numbers) == 2 and all(map(str.isdigit, numbers)) else (0, 0)
 
     @property
     def gathers_weights(self) -> bool:

@@ -175,7 +175,7 @@ OTHER_FORMS = {"no kernel": types.SimpleNamespace(), "no segments": types.Simple
 @pytest.mark.parametrize("module", OTHER_FORMS.values(), ids=OTHER_FORMS)
 def test_a_kernel_of_another_form_is_refused_in_one_line(monkeypatch, module):
     monkeypatch.setattr(triton, "_module", lambda: module)
-    triton.is_there.cache_clear()
+    triton.is_available.cache_clear()
     with pytest.raises(UserError, match=r"^model.attention: got triton, but this version .*; nearest: "):
         by("triton")(*arrays(128, 128, 2)[:3], None)
-    triton.is_there.cache_clear()
+    triton.is_available.cache_clear()

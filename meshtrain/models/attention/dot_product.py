@@ -3,6 +3,7 @@
 b, T, S, N, G, H: see `attention.py`.
 """
 
+import inspect
 from typing import Literal
 
 import jax
@@ -10,6 +11,11 @@ import jax.numpy as jnp
 
 from meshtrain.models.attention.attention import Attention, Documents, same_document
 from meshtrain.models.layers import cap_values
+
+
+def has_cudnn() -> bool:
+    """Returns whether this version of JAX has a public interface to cuDNN's kernel."""
+    return "implementation" in inspect.signature(jax.nn.dot_product_attention).parameters
 
 
 def attend(

@@ -152,7 +152,8 @@ class MultiHead(nn.Module):
         if slots is None and not self.is_initializing():
             lengths, platform = (q.shape[1], k.shape[1]), self.placement.platform
             masked, gathers = documents is not None, self._gathers_keys(q)
-            how, _ = chosen(Case(attention, lengths, self.dtype, platform, masked, has_memory, gathers))
+            capability = self.placement.compute_capability
+            how, _ = chosen(Case(attention, lengths, self.dtype, platform, masked, has_memory, gathers, capability))
         both = None if documents is None or of_keys is None else (documents, of_keys)
         if slots is not None:
             both = (jnp.ones_like(slots.filled[:, :1]), slots.filled)  # the slots already respect the window

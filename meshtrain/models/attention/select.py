@@ -3,21 +3,33 @@
 T: tokens per sequence, S: tokens of the memory (T in self-attention).
 """
 
+import dataclasses
+import itertools
 import math
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from meshtrain.errors import Problem, nearest_divisor
-from meshtrain.hardware.accelerators import GPU
-from meshtrain.models.attention import blockwise, splash, triton
+from meshtrain.hardware.accelerators import GPU, Capability, runs_kernels
+from meshtrain.models.attention import blockwise, dot_product, splash, triton
 from meshtrain.models.attention.attention import Attention
+from meshtrain.models.fallback import NEWER_GPU, WITH_KERNELS, Fallback, missing
 from meshtrain.sharding.param_sharding import num_parts
 from meshtrain.sharding.rules import CONTEXT, TENSOR, sequence_axes
 
 TAKE_PARTS = ("auto", "xla", "blockwise")  # implementations that support a part of the queries with all keys
+APART = "model.within_documents=false, if tokens may attend to neighbouring documents"
+# Kernel -> (its name in reasons, its name if JAX lacks it, whether the installed JAX has it).
+_KERNELS: dict[str, tuple[str, str, Callable[[], bool]]] = {
+    "cudnn": ("cuDNN's kernel", "interface to cuDNN's kernel", lambda: dot_product.has_cudnn()),
+    "triton": ("JAX's Pallas kernel", "Pallas kernel for attention on GPUs", lambda: triton.is_available()),
+    "splash": ("JAX's TPU kernel", "Pallas kernel for attention on TPUs", lambda: splash.is_available()),
+}
+# Share of an H100's peak that each implementation reaches (docs/results/accelerator.md).
+SPEED = {"cudnn": 0.524, "triton": 0.289, "blockwise": 0.0676, "xla": 0.0541}
 # Features that a kernel does not support: field of `Attention` -> (text, the option).
 _CAP, _WINDOW = {"cap": ("capped scores", "attention_cap")}, {"window": ("window", "window")}
 _SINKS = {"sinks": ("sinks", "sinks")}
@@ -35,6 +47,7 @@ class Case(NamedTuple):
       masks_documents: whether a token attends only to tokens of its document.
       has_memory: whether keys and values come from a memory instead of the queries' sequence (cross-attention).
       gathers_keys: whether a device has a part of the queries and all keys (`context_parallel.by_keys`).
+      capability: compute capability of the GPUs, see `Placement.compute_capability`; None: unknown, or no GPUs.
     """
 
     attention: Attention
@@ -44,6 +57,7 @@ class Case(NamedTuple):
     masks_documents: bool = False
     has_memory: bool = False
     gathers_keys: bool = False
+    capability: Capability | None = None
 
 
 def chosen(case: Case) -> tuple[str, str]:
@@ -59,38 +73,116 @@ def chosen(case: Case) -> tuple[str, str]:
     `xla` stores a [T, S] matrix of scores. If `cudnn` is requested for packed documents, it stores a [T, S] mask.
     In all other cases no [T, S] matrix is stored.
     """
-    attention = case.attention
-    if attention.asked != "auto":
-        return attention.asked, f"model.attention={attention.asked}"
-    why = f"there is no kernel for {case.platform}"
+    name, reasons = _select(case, is_available)
+    if name == "xla" != case.attention.asked:
+        reasons.append(f"below {blockwise.FROM:,} tokens, all scores need little memory")
+    return name, "; ".join(reasons)
+
+
+def is_available(kernel: str) -> bool:
+    """Returns whether the installed JAX has a kernel: `cudnn`, `triton` or `splash`."""
+    return _KERNELS[kernel][2]()
+
+
+def _select(case: Case, has: Callable[[str], bool]) -> tuple[str, list[str]]:
+    """Returns (name of the implementation, reasons for the selection).
+
+    Args:
+      case: the attention layer.
+      has: function that returns whether JAX has a kernel. It is called only for kernels that support the case, because
+        it may import the kernel's module.
+    """
+    asked, reasons = case.attention.asked, list[str]()
+    if asked != "auto":
+        return asked, [f"model.attention={asked}"]
     if case.gathers_keys:
-        why = "no kernel supports a part of the queries with all keys"
-    elif case.platform == "tpu":
-        # The gcd is a multiple of splash's blocks exactly if both lengths are.
-        if splash.fits(attention.head_dim, math.gcd(*case.lengths), case.dtype):
-            return "splash", "JAX's TPU kernel supports it"
-        why = "JAX's kernel supports only bfloat16, heads of 64, 128 or 256, and multiples of 128 tokens"
-    elif case.platform in GPU:
-        refused = _unsupported("cudnn", case)
-        if not refused:
-            return "cudnn", "cuDNN's kernel supports it"
-        why = f"cuDNN's kernel does not support {' or '.join(refused)}"
-        refused = _unsupported("triton", case)
-        # The module is imported only if the kernel would be used.
-        if not refused and triton.is_there():
-            return "triton", f"{why}; JAX's Pallas kernel does"
-        why = f"{why}; JAX's Pallas kernel does not support {' or '.join(refused or ['this version of JAX'])}"
-    if math.prod(case.lengths) >= blockwise.FROM**2:
-        return "blockwise", why
-    return "xla", f"{why}; below {blockwise.FROM:,} tokens, all scores need little memory"
+        reasons.append("no kernel supports a part of the queries with all keys")
+    kernels = () if reasons else _kernels_of(case.platform)
+    if kernels and not runs_kernels(case.capability):
+        kernels, reasons = (), ["no kernel supports this GPU"]
+    for kernel in kernels:
+        refused, (name, if_missing, _) = _unsupported(kernel, case), _KERNELS[kernel]
+        if not refused and has(kernel):
+            follows = bool(reasons) and "not support" in reasons[-1]
+            return kernel, [*reasons, f"{name} does" if follows else f"{name} supports it"]
+        reasons.append(f"{name} {refused}" if refused else missing(if_missing))
+    reasons = reasons or [f"there is no kernel for {case.platform}"]
+    return "blockwise" if math.prod(case.lengths) >= blockwise.FROM**2 else "xla", reasons
 
 
-def _unsupported(kernel: str, case: Case) -> list[str]:
-    """Returns a text for each property of the case that the GPU kernel `cudnn` or `triton` does not support.
+def _kernels_of(platform: str) -> tuple[str, ...]:
+    """Returns the attention kernels for a platform, the fastest first; () if there is none."""
+    return ("splash",) if platform == "tpu" else ("cudnn", "triton") if platform in GPU else ()
 
-    An example is `heads of 512`. The list is empty if the kernel supports the case.
+
+def fallback(case: Case) -> Fallback | None:
+    """Returns a report if `auto` selects a slower implementation than the fastest kernel; None if nothing is lost.
+
+    This is so if the installed JAX lacks a kernel, or if no kernel supports the device. For long sequences, it is also
+    so if no kernel supports the settings. On CPUs, and if `model.attention` names an implementation, nothing is lost.
+    """
+    kernels = _kernels_of(case.platform)
+    if case.attention.asked != "auto" or not kernels:
+        return None
+    name, reasons = _select(case, is_available)
+    of_device, _ = _select(case, lambda kernel: True)
+    fastest, _ = _select(case._replace(capability=None), lambda kernel: True)
+    if fastest == name != "blockwise":
+        return None
+    install = WITH_KERNELS if name != of_device else NEWER_GPU if of_device != fastest else ""
+    options, after = _faster_options(case, name)
+    cost = "slower than the kernel, not measured on TPUs"
+    if case.platform in GPU:
+        kernel = fastest if install else after or kernels[0]
+        cost = f"about {SPEED[name] / SPEED[kernel]:.0%} of the kernel's speed on an H100"
+    change = ", or ".join(filter(None, (install, options))) or "the settings of a kernel: docs/design/planner.md"
+    return Fallback(name, ", and ".join(reasons), cost, change)
+
+
+def _faster_options(case: Case, name: str) -> tuple[str, str]:
+    """Returns (changes of options, the kernel that `auto` selects after these changes); ("", "") if there are none.
+
+    Args:
+      case: the attention layer.
+      name: the implementation that `auto` selects now, slower than the returned kernel.
+    """
+    whole = tuple(-(-length // splash.LANES) * splash.LANES for length in case.lengths)
+    changes: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+        ("precision.policy=bfloat16", {"dtype": jnp.bfloat16}, {}),
+        (APART, {"masks_documents": False}, {}),
+        (f"a sequence_length that is a multiple of {splash.LANES}", {"lengths": whole}, {}),
+        ("heads of 128", {}, {"head_dim": 128}),
+        (f"a mesh.{CONTEXT} that divides the heads", {"gathers_keys": False}, {}),
+        ("model.window=0", {}, {"window": 0}),
+        ("model.attention_cap=0", {}, {"cap": 0.0}),
+        ("model.sinks=false", {}, {"sinks": False}),
+    ]
+    kernels = _kernels_of(case.platform)
+    faster = kernels[: kernels.index(name)] if name in kernels else kernels
+    for num in (1, 2, 3):
+        for chosen_changes in itertools.combinations(changes, num):
+            changed = case
+            for _, of_case, of_attention in chosen_changes:
+                changed = changed._replace(**of_case)
+                changed = changed._replace(attention=dataclasses.replace(changed.attention, **of_attention))
+            kernel, _ = _select(changed, is_available)
+            if kernel in faster:
+                return " and ".join(text for text, _, _ in chosen_changes), kernel
+    return "", ""
+
+
+def _unsupported(kernel: str, case: Case) -> str:
+    """Returns a reason why a kernel does not support a case, such as `does not support heads of 512`; '' if it does.
+
+    Args:
+      kernel: `cudnn`, `triton` or `splash`.
+      case: the attention layer.
     """
     attention, dtype = case.attention.among(case.lengths[1]), jnp.dtype(case.dtype)
+    if kernel == "splash":
+        # The gcd is a multiple of splash's blocks exactly if both lengths are.
+        is_supported = splash.fits(attention.head_dim, math.gcd(*case.lengths), case.dtype)
+        return "" if is_supported else "supports only bfloat16, heads of 64, 128 or 256, and multiples of 128 tokens"
     refused = [] if dtype.itemsize == 2 else [dtype.name]
     # Every GPU with a cuDNN kernel takes heads of up to 128. GPUs from Hopper on take up to 256.
     if attention.head_dim % 8 or attention.head_dim > (128 if kernel == "cudnn" else triton.LARGEST_HEAD_DIM):
@@ -103,7 +195,7 @@ def _unsupported(kernel: str, case: Case) -> list[str]:
     if kernel == "triton":
         refused += ["memory"] * case.has_memory
         refused += [f"sequences of {min(case.lengths)} tokens"] * (min(case.lengths) < triton.GRANULE)
-    return refused
+    return f"does not support {' or '.join(refused)}" if refused else ""
 
 
 def problems(attention: Attention, computes_in: str, mesh_shape: Mapping[str, int]) -> list[Problem]:

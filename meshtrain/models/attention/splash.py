@@ -3,6 +3,8 @@
 b, T, S, N, G, H: see `attention.py`.
 """
 
+import functools
+import importlib.util
 import math
 
 import jax
@@ -14,6 +16,12 @@ from meshtrain.models.attention.attention import Attention, Documents, pad, pad_
 # The kernel's blocks are multiples of a TPU's 128 lanes; larger blocks read keys and values less often.
 LANES, LARGEST_BLOCK = 128, 512
 HEAD_DIMS = (64, 128, 256)
+
+
+@functools.cache
+def is_available() -> bool:
+    """Returns whether this version of JAX has the kernel."""
+    return importlib.util.find_spec("jax.experimental.pallas.ops.tpu.splash_attention") is not None
 
 
 def fits(head_dim: int, sequence_length: int, dtype: DTypeLike) -> bool:

@@ -1,7 +1,7 @@
 """Attention on GPUs by JAX's own Pallas kernel, compiled through Triton; supports documents in packed sequences.
 
 The kernel stores no [T, T] matrix. JAX's module is experimental and marked as deprecated in newer versions of JAX. So
-`is_there` checks whether JAX has the module and whether its functions have the parameters that this file passes.
+`is_available` checks whether JAX has the module and whether its functions have the parameters that this file passes.
 
 b, T, N, G, H: see `attention.py`.
 """
@@ -34,7 +34,7 @@ Static = tuple[float, bool, bool]  # (scale of scores, whether attention is caus
 
 
 @functools.cache
-def is_there() -> bool:
+def is_available() -> bool:
     """Returns whether this version of JAX has the kernel, with the forward and backward rules that `attend` calls."""
     try:
         backward = _module().mha.bwd
@@ -62,7 +62,7 @@ def attend(
       UserError: this version of JAX does not have the kernel, or has it with other parameters.
     """
     assert attention.window == attention.cap == 0, "the configuration check rejects this"
-    if not is_there():
+    if not is_available():
         raise UserError(
             Problem(
                 "model.attention",

@@ -27,6 +27,7 @@ from flax import linen as nn
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
+from meshtrain.hardware.accelerators import runs_kernels
 from meshtrain.models.decoder_options import DecoderOptions
 from meshtrain.models.layers import A, B, Mlp, X, factor_axes, normal, reduce_rows, sums_spec, weight
 from meshtrain.models.metrics import EXPERT_PARTS, Largest, Load, Metric, Metrics
@@ -115,8 +116,9 @@ class Experts(nn.Module):
         """
         place = self.placement
         matrices = self._matrices(x.shape[-1])
-        # Shapes of initial weights are computed before JAX may query devices.
-        platform = "cpu" if self.is_initializing() else place.platform
+        # Shapes of initial weights are computed before JAX may query devices. Kernels do not support old GPUs.
+        has_kernel = not self.is_initializing() and runs_kernels(place.compute_capability)
+        platform = place.platform if has_kernel else "cpu"
         plan = _Plan.of(place, x, matrices, self.options, platform)
         stacks = self._stacks(plan)
         of_stacks = {name: Stack._make([PartitionSpec(None, *plan.stored[name]), PartitionSpec()]) for name in stacks}

@@ -16,9 +16,13 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from meshtrain.hardware.accelerators import GPU
+from meshtrain.hardware.accelerators import GPU, Capability, runs_kernels
+from meshtrain.models.fallback import NEWER_GPU, WITH_KERNELS, missing
 from meshtrain.models.moe import grouped_matmul_gpu, grouped_matmul_tpu
 
+NEEDED_ON_GPU = "widths per device that are multiples of 16, and arrays with fewer than 2^31 elements"
+NEEDED_ON_TPU = "widths per device that are multiples of 128, in float32 or bfloat16"
+WIDTHS = "model.moe.expert_dim / mesh.tensor and model.embed_dim that are such multiples, or more microbatches"
 WITH_ROWS = "blocks_with_rows"  # the scope of all products, see `Cost.shares`
 
 
@@ -100,9 +104,37 @@ def kernel_for(
       block_rows: number of rows in a block, m.
       dtype: dtype of rows and weights.
     """
-    if platform in GPU and grouped_matmul_gpu.takes(rows, weights, block_rows):
-        return "gpu"
-    return "tpu" if platform == "tpu" and grouped_matmul_tpu.takes(weights, block_rows, dtype) else "loop"
+    if no_kernel(platform, rows, weights, block_rows, dtype) is not None:
+        return "loop"
+    return "gpu" if platform in GPU else platform
+
+
+def no_kernel(
+    platform: str,
+    rows: tuple[int, ...],
+    weights: tuple[int, ...],
+    block_rows: int,
+    dtype: DTypeLike,
+    capability: Capability | None = None,
+) -> tuple[str, str] | None:
+    """Returns (reason why no kernel computes products, change after which a kernel does); None if a kernel does.
+
+    The change is '' for platforms without kernels. The other arguments are described in `kernel_for`.
+
+    Args:
+      capability: compute capability of the GPUs, see `Placement.compute_capability`; None: unknown, or no GPUs.
+    """
+    if platform in GPU:
+        if not runs_kernels(capability):
+            return "no kernel supports this GPU", NEWER_GPU
+        if not grouped_matmul_gpu.takes(rows, weights, block_rows):
+            return f"the kernels need {NEEDED_ON_GPU}", WIDTHS
+        return None if grouped_matmul_gpu.is_available() else (missing("Pallas for GPUs"), WITH_KERNELS)
+    if platform == "tpu":
+        if not grouped_matmul_tpu.takes(weights, block_rows, dtype):
+            return f"the kernels need {NEEDED_ON_TPU}", WIDTHS
+        return None if grouped_matmul_tpu.is_available() else (missing("megablox kernels"), WITH_KERNELS)
+    return f"there is no kernel for {platform}", ""
 
 
 class Stack(NamedTuple):

@@ -26,7 +26,7 @@ TIMES, OF_WEIGHTS = "times_of_blocks", "weights_of_blocks"
 
 
 def takes(rows: tuple[int, ...], weights: tuple[int, ...], block_rows: int) -> bool:
-    """Returns whether the kernels support these shapes and JAX has their compiler.
+    """Returns whether the kernels support these shapes.
 
     Args:
       rows: shape of the rows, (R, D).
@@ -35,12 +35,11 @@ def takes(rows: tuple[int, ...], weights: tuple[int, ...], block_rows: int) -> b
     """
     fits = all(size % GRANULE == 0 for size in (*weights[1:], block_rows))
     largest = max(math.prod(weights), rows[0] * max(weights[1:]))
-    fits = fits and block_rows & (block_rows - 1) == 0 and block_rows <= LARGEST_TILE and largest < LARGEST_SIZE
-    return fits and is_there()
+    return fits and block_rows & (block_rows - 1) == 0 and block_rows <= LARGEST_TILE and largest < LARGEST_SIZE
 
 
 @functools.cache
-def is_there() -> bool:
+def is_available() -> bool:
     """Returns whether this version of JAX has Pallas's Triton compiler; JAX 0.11 announces its removal."""
     return importlib.util.find_spec("jax.experimental.pallas.triton") is not None
 

@@ -6,6 +6,8 @@ sets these results to zeros.
 E: experts, m: rows per block, R: rows of all blocks, D, F: dims of a weight.
 """
 
+import functools
+import importlib.util
 from types import ModuleType
 from typing import Any
 
@@ -34,6 +36,12 @@ def takes(weights: tuple[int, ...], block_rows: int, dtype: DTypeLike) -> bool:
     """
     is_known = jnp.dtype(dtype) in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32))
     return is_known and all(size % LANES == 0 for size in weights[1:]) and block_rows % 16 == 0
+
+
+@functools.cache
+def is_available() -> bool:
+    """Returns whether this version of JAX has the kernels."""
+    return importlib.util.find_spec("jax.experimental.pallas.ops.tpu.megablox") is not None
 
 
 def times(

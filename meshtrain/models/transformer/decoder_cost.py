@@ -24,9 +24,11 @@ from collections.abc import Mapping
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from meshtrain.models.attention.select import Case, chosen, exchange, gathers_keys
+from meshtrain.hardware.accelerators import Capability
+from meshtrain.models.attention.select import Case, chosen, exchange, fallback, gathers_keys
 from meshtrain.models.cost import ATTENTION, EXPERTS, KEPT_SEEN, LOOP, Cost, Kernel, of_transformer
 from meshtrain.models.decoder_options import DecoderOptions
+from meshtrain.models.fallback import Fallback
 from meshtrain.models.moe import chunks, grouped_matmul
 from meshtrain.models.moe.chunks import Parts
 from meshtrain.models.remat import RematOptions
@@ -40,12 +42,9 @@ PASSES = 2  # forward and backward
 OF_TOKENS, OF_CHOICES = 4, 3  # gathers and scatters of a layer, forward and backward
 TOKENS_AGAIN, CHOICES_AGAIN = 1, 2
 CHOICE_BYTES = 4
-_BY = {"gpu": "products by Pallas", "tpu": "products by megablox", "loop": LOOP}
+_BY = {"gpu": "products by Pallas", "tpu": "products by megablox"}
 _WHY = {"gpu": "meshtrain's GPU kernels support these shapes", "tpu": "JAX's TPU kernels support these shapes"}
-_WHY_NOT = {
-    "cuda": "the kernels need widths per device that are multiples of 16, and arrays with fewer than 2^31 elements",
-    "tpu": "the kernels need widths per device that are multiples of 128, in float32 or bfloat16",
-}
+IN_LOOP = "slower than a kernel, because blocks of rows are multiplied one after the other; not measured"
 
 
 def cost(
@@ -96,7 +95,11 @@ def cost(
         # While a layer computes, all rows of a part and some cotangents are in memory.
         working_bytes=found.working_bytes + KEPT_SEEN * working,
         shares=_shares(options, mesh_shape, units),
-        kernels=kernels(options, sequence_length, dtype, placement.platform, mesh_shape, units) if devices else (),
+        kernels=kernels(
+            options, sequence_length, dtype, placement.platform, mesh_shape, units, placement.compute_capability
+        )
+        if devices
+        else (),
     )
 
 
@@ -187,6 +190,7 @@ def kernels(
     platform: str,
     mesh_shape: Mapping[str, int],
     units: float,
+    capability: Capability | None = None,
 ) -> tuple[Kernel, ...]:
     """Returns a `Kernel` that describes attention in training, and with experts a `Kernel` for their products.
 
@@ -197,29 +201,40 @@ def kernels(
       platform: platform of the devices as JAX names it.
       mesh_shape: mesh axis -> size.
       units: tokens of a microbatch on a device.
+      capability: compute capability of the GPUs, see `Placement.compute_capability`; None: unknown, or no GPUs.
     """
     attention, lengths = options.attends, (sequence_length, sequence_length)
     gathers = gathers_keys(attention, mesh_shape)
-    case = Case(attention, lengths, dtype, platform, options.within_documents, gathers_keys=gathers)
+    case = Case(attention, lengths, dtype, platform, options.within_documents, False, gathers, capability)
     widths = options.width_of_head + options.width_of_values
     everywhere = 6.0 * options.num_layers * options.num_heads * widths * sequence_length
     more = 2 * everywhere / attention_flops_per_token(options, sequence_length)
-    found = Kernel(ATTENTION, *chosen(case), exchange(attention, more, mesh_shape))
-    return (found, _of_experts(options, dtype, platform, mesh_shape, units)) if options.moe.num_experts else (found,)
+    found = Kernel(ATTENTION, *chosen(case), exchange(attention, more, mesh_shape), fallback(case))
+    if not options.moe.num_experts:
+        return (found,)
+    return found, _of_experts(options, dtype, platform, mesh_shape, units, capability)
 
 
 def _of_experts(
-    options: DecoderOptions, dtype: DTypeLike, platform: str, mesh_shape: Mapping[str, int], units: float
+    options: DecoderOptions,
+    dtype: DTypeLike,
+    platform: str,
+    mesh_shape: Mapping[str, int],
+    units: float,
+    capability: Capability | None,
 ) -> Kernel:
     cut, _, num_here, _ = _parts(options, mesh_shape, units)
     sizes = (num_here, options.embed_dim, options.moe.expert_dim // mesh_shape[TENSOR])
-    by = grouped_matmul.kernel_for(platform, (cut.num_rows, options.embed_dim), sizes, cut.block_rows, dtype)
-    kind = "cuda" if platform == "gpu" else platform
-    why_not = _WHY_NOT[kind] if kind in _WHY_NOT else f"there is no kernel for {platform}"
+    given = platform, (cut.num_rows, options.embed_dim), sizes, cut.block_rows, dtype
     over = expert_axes()
     sent = num_parts(over, mesh_shape) > 1
     exchanged = f"tokens gathered over {'+'.join(over)}, results reduce-scattered" if sent else ""
-    return Kernel(EXPERTS, _BY[by], _WHY[by] if by in _WHY else why_not, exchanged)
+    refusal = grouped_matmul.no_kernel(*given, capability)
+    if refusal is None:
+        by = grouped_matmul.kernel_for(*given)
+        return Kernel(EXPERTS, _BY[by], _WHY[by], exchanged)
+    why, change = refusal
+    return Kernel(EXPERTS, LOOP, why, exchanged, Fallback(LOOP, why, IN_LOOP, change) if change else None)
 
 
 def attention_flops_per_token(options: DecoderOptions, sequence_length: int) -> float:
