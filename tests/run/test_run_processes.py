@@ -247,8 +247,8 @@ def test_a_workdir_in_use_is_refused_and_one_that_was_left_is_not(launched, comm
     wait_for_step(third, 1)
 
 
-def test_killed_eight_times_it_ends_with_the_weights_of_a_run_that_was_not(launched, finished, tmp_path):
-    last = "500"
+def test_killed_four_times_it_ends_with_the_weights_of_a_run_that_was_not(launched, finished, tmp_path):
+    last = "260"
     changes = ("mesh.fsdp=2", *STEADY, *SMALL, f"num_steps={last}", "checkpoint.every=20", "eval_every=0")
     straight = finished(tmp_path / "straight", *changes, processes=1, devices=2)  # and fills the cache
     begun = time.monotonic()
@@ -256,18 +256,18 @@ def test_killed_eight_times_it_ends_with_the_weights_of_a_run_that_was_not(launc
     wait_for_step(process, 1)
     seconds = time.monotonic() - begun
     chance, steps = random.Random(4), []
-    for number in range(8):
+    for number in range(4):
         if number % 2:
             # Somewhere before its first step. On a machine that was busy, and is not now, not long after it.
             ends = time.monotonic() + chance.uniform(0.3, 1.0) * seconds
             while time.monotonic() < ends and newest_save(tmp_path / "killed" / "checkpoints") == steps[-1]:
                 time.sleep(0.01)
         else:
-            while number % 4 and newest_save(tmp_path / "killed" / "checkpoints") <= steps[-1]:
+            while number and newest_save(tmp_path / "killed" / "checkpoints") <= steps[-1]:
                 time.sleep(0.01)  # on a busy machine, too, two kills come after another save
             # Somewhere in its steps and their saves: a save every twenty steps takes as long as twenty steps.
             shown = (line for line in process.stdout if re.search(r"step +\d+/", line))
-            collections.deque(itertools.islice(shown, chance.randint(1, 60)), maxlen=0)
+            collections.deque(itertools.islice(shown, chance.randint(1, 50)), maxlen=0)
             time.sleep(chance.uniform(0, 0.05))
         if alive := worker(process, 0):
             with contextlib.suppress(ProcessLookupError):
@@ -278,19 +278,19 @@ def test_killed_eight_times_it_ends_with_the_weights_of_a_run_that_was_not(launc
     out, _ = process.communicate(timeout=LIMIT_SECONDS)
     assert process.returncode == 0, out
     assert steps == sorted(steps)
-    assert len(set(steps)) > 2, "the kills came before anything was saved, or after everything was"
+    assert len(set(steps)) > 1, "the kills came before anything was saved, or after everything was"
     assert losses(tmp_path / "killed") == straight
     weights = [final_weights(tmp_path / run / "checkpoints" / last) for run in ("straight", "killed")]
     assert weights[0] == weights[1]
 
 
 def test_killed_three_times_it_goes_on_with_those_that_are_left_and_with_all_again(launched, finished, tmp_path):
-    changes = ("mesh.data=-1", *STEADY, *SMALL, "batch_size=12", "num_steps=300", "checkpoint.every=5", "log_every=1")
+    changes = ("mesh.data=-1", *STEADY, *SMALL, "batch_size=12", "num_steps=120", "checkpoint.every=5", "log_every=1")
     straight = finished(tmp_path / "straight", *changes, "mesh.data=3", processes=1, devices=3)
     options = {"processes": 3, "launch": ("--min-processes=1", "--restarts=9", "--back-seconds=600")}
     process = launched(tmp_path / "killed", *changes, **options)
     for count in (3, 2, 1):
-        wait_for_step(process, 50 * (4 - count))  # several saves each
+        wait_for_step(process, 20 * (4 - count))  # several saves each
         victim = worker(process, count - 1) if count > 1 else process.pid
         os.kill(victim, signal.SIGKILL)
     process.communicate(timeout=LIMIT_SECONDS)
