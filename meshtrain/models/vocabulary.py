@@ -63,6 +63,7 @@ CHUNK_BYTES = 512 * 2**20
 # Scale of the gradient of logits in float16, whose smallest number is 6e-8. The cotangent of the loss, which contains
 # the loss scale, is unknown in the forward pass.
 FLOAT16_SCALE = 2.0**12
+LEAST_LOGIT = -1e30  # lower bound of logits; unlike -inf, its differences are finite
 
 
 def psum_float32(x: jax.Array, axis: str | tuple[str, ...]) -> jax.Array:
@@ -174,15 +175,36 @@ def losses_and_residuals(
       (-log softmax(logits)[target] float32 [b, T], (logits, targets, logarithms of the softmax's sums float32 [b, T])).
     """
     masked, is_target = _mask_logits(logits, targets, vocab_size, axis)
-    maximum = jnp.max(masked, axis=-1)
-    if axis is not None:
-        maximum = jax.lax.pmax(maximum, axis)
-    normalizer = jnp.sum(jnp.exp(masked - maximum[..., None]), axis=-1)
+    # GPUs read the logits from memory in each pass. On CPUs one pass takes longer, because it is not vectorized.
+    maximum, normalizer = jax.lax.platform_dependent(masked, cuda=max_and_sum, rocm=max_and_sum, default=_in_two_passes)
     target_logit = jnp.sum(jnp.where(is_target, masked, 0.0), axis=-1)
     if axis is not None:
-        normalizer, target_logit = jax.lax.psum((normalizer, target_logit), axis)
+        of_shard, maximum = maximum, jax.lax.pmax(maximum, axis)
+        normalizer, target_logit = jax.lax.psum((normalizer * jnp.exp(of_shard - maximum), target_logit), axis)
     log_normalizer = maximum + jnp.log(normalizer)
     return log_normalizer - target_logit, (logits, targets, log_normalizer)
+
+
+def max_and_sum(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the maximum m of the last dim and the sum of exp(x - m), computed in one pass over `x`, float32.
+
+    Elements of `x` below `LEAST_LOGIT`, such as -inf, do not contribute if there are larger elements.
+    """
+
+    def merge(left: tuple[jax.Array, jax.Array], right: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        # The sum of the smaller maximum is rescaled to the larger maximum (Milakov and Gimelshein 2018, algorithm 3).
+        (m, total), (n, other) = left, right
+        scale = jnp.exp(-jnp.abs(m - n))
+        return jnp.maximum(m, n), jnp.where(m >= n, total + other * scale, other + total * scale)
+
+    start, pairs = (jnp.float32(LEAST_LOGIT), jnp.float32(0)), (jnp.maximum(x, LEAST_LOGIT), jnp.ones_like(x))
+    return jax.lax.reduce(pairs, start, merge, (x.ndim - 1,))
+
+
+def _in_two_passes(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the results of `max_and_sum`, computed in two passes over `x`."""
+    maximum = jnp.max(x, axis=-1, initial=LEAST_LOGIT)
+    return maximum, jnp.sum(jnp.exp(x - maximum[..., None]), axis=-1)
 
 
 def _token_losses_backward(

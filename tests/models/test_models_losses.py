@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshtrain.models import vocabulary
 
@@ -111,6 +111,40 @@ def test_split_vocabulary_changes_no_number():
     got = split_value_and_grad(params, batch)
     np.testing.assert_allclose(got[0], expected[0], rtol=1e-6)
     assert max(gaps(got[1], expected[1]).values()) < 1e-6
+
+
+def auto_split(params, batch):
+    """Loss and gradients with the kernel's columns split over `tensor` by the partitioner."""
+    mesh = Mesh(np.array(jax.devices()[:NUM_SHARDS]), ("tensor",))
+    kernel = jax.device_put(params["kernel"], NamedSharding(mesh, PartitionSpec(None, "tensor")))
+    return jax.jit(jax.value_and_grad(functools.partial(model, axis=None)))({**params, "kernel": kernel}, batch)
+
+
+@pytest.mark.parametrize("split", [None, split_value_and_grad, auto_split])
+def test_one_pass_over_the_logits_gives_the_numbers_of_two(split, monkeypatch):
+    """CPUs use two passes, so the test replaces them by the pass of GPUs."""
+    params, batch = ends()
+    expected = jax.value_and_grad(functools.partial(model, axis=None))(params, batch)
+    monkeypatch.setattr(vocabulary, "_in_two_passes", vocabulary.max_and_sum)
+    got = (split or jax.value_and_grad(functools.partial(model, axis=None)))(params, batch)
+    np.testing.assert_allclose(got[0], expected[0], rtol=2e-6)
+    assert max(gaps(got[1], expected[1]).values()) < 2e-6
+
+
+def test_one_pass_takes_any_maximum_and_keeps_nan():
+    x = jnp.array([[1e4, -1e4, 0, -jnp.inf], [-3e4, -3e4, -jnp.inf, -jnp.inf], [jnp.nan, 1, 2, 3], [jnp.inf, 1, 2, 3]])
+    maximum, total = vocabulary.max_and_sum(x)
+    np.testing.assert_array_equal(maximum, jnp.array([1e4, -3e4, jnp.nan, jnp.inf]))
+    np.testing.assert_array_equal(total[:2], jnp.array([1.0, 2.0]))
+    assert np.isnan(total[2])
+
+
+@pytest.mark.parametrize("platform, num_passes", [("cuda", 2), ("cpu", 3)])
+def test_gpus_reduce_the_logits_once_less(platform, num_passes):
+    """The last pass sums the targets' logits, which XLA fuses with the gradient."""
+    loss = jax.jit(functools.partial(vocabulary.token_losses, vocab_size=VOCAB_SIZE))
+    text = loss.trace(*example()[:2]).lower(lowering_platforms=(platform,)).as_text()
+    assert text.count("stablehlo.reduce(") == num_passes
 
 
 def test_missing_sum_of_cotangents_is_noticed(monkeypatch):
