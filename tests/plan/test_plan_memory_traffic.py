@@ -89,3 +89,23 @@ def test_a_kernel_of_experts_moves_one_layer_of_a_stack():
         return memory_traffic.bytes_moved(call, [call], shapes)
 
     assert bytes_of("12,4,256,128") == bytes_of("4,256,128") == 4 * 8 + 2 * (1024 * (256 + 128) + 4 * 256 * 128)
+
+
+@pytest.mark.parametrize("last", ["convert", "bitcast"])
+def test_a_fusion_writes_the_dtype_of_its_result(last):
+    """The gradient of logits is computed in float32 and written in bfloat16."""
+    result = "bf16[1024]{0}" if last == "convert" else "f32[1024]{0}"
+    fused = (
+        "%fused (p: bf16[1024]) -> bf16[1024] {\n"
+        "  %p = bf16[1024]{0} parameter(0)\n"
+        "  %wide = f32[1024]{0} convert(%p)\n"
+        "  %squares = f32[1024]{0} multiply(%wide, %wide)\n"
+        f"  ROOT %result = {result} {last}(%squares)\n"
+        "}\n"
+    )
+    program = parse.read(
+        recorded.entry("%x = bf16[1024]{0} parameter(0)", f"%y = {result} fusion(%x), calls=%fused", before=fused)
+    )
+    [fusion] = [one for one, _, _ in program.instructions("fusion")]
+    moved = memory_traffic.bytes_moved(fusion, program.computations["fused"], {})
+    assert moved == 2 * 1024 + (2 if last == "convert" else 4) * 1024

@@ -82,8 +82,15 @@ def _updates(user: Instruction, line: Instruction) -> bool:
 
 
 def _bytes_written(line: Instruction, inside: Mapping[str, Instruction]) -> float:
-    while line.opcode in ("bitcast", "copy", "convert") and line.operands and line.operands[0] in inside:
-        line = inside[line.operands[0]]
-    if line.opcode == "dynamic-update-slice" and line.operands[1] in inside:
-        return 2 * num_bytes(inside[line.operands[1]].shape)
-    return num_bytes(line.shape)
+    """Returns the bytes that a fusion writes for one of its results; an update in place reads and writes its slice.
+
+    Args:
+      line: the instruction of the result.
+      inside: name -> instruction of the fusion.
+    """
+    source = line
+    while source.opcode in ("bitcast", "copy", "convert") and source.operands and source.operands[0] in inside:
+        source = inside[source.operands[0]]
+    if source.opcode == "dynamic-update-slice" and source.operands[1] in inside:
+        return 2 * num_bytes(inside[source.operands[1]].shape)
+    return num_bytes(line.shape)  # not the shape of `source`: a converted result is written in its final dtype
