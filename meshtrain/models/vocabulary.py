@@ -186,7 +186,7 @@ def losses_and_residuals(
 
 
 def max_and_sum(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns the maximum m of the last dim and the sum of exp(x - m), computed in one pass over `x`, float32.
+    """Returns the maximum m of the last dim and the sum of exp(x - m), computed in one pass over `x`, of its dtype.
 
     Elements of `x` below `LEAST_LOGIT`, such as -inf, do not contribute if there are larger elements.
     """
@@ -197,8 +197,8 @@ def max_and_sum(x: jax.Array) -> tuple[jax.Array, jax.Array]:
         scale = jnp.exp(-jnp.abs(m - n))
         return jnp.maximum(m, n), jnp.where(m >= n, total + other * scale, other + total * scale)
 
-    start, pairs = (jnp.float32(LEAST_LOGIT), jnp.float32(0)), (jnp.maximum(x, LEAST_LOGIT), jnp.ones_like(x))
-    return jax.lax.reduce(pairs, start, merge, (x.ndim - 1,))
+    start = jnp.array(LEAST_LOGIT, x.dtype), jnp.zeros((), x.dtype)
+    return jax.lax.reduce((jnp.maximum(x, LEAST_LOGIT), jnp.ones_like(x)), start, merge, (x.ndim - 1,))
 
 
 def _in_two_passes(x: jax.Array) -> tuple[jax.Array, jax.Array]:
