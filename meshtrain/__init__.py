@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from meshtrain.config.build import default as default
     from meshtrain.config.resolve import resolve as resolve
     from meshtrain.launch.distributed import simulate as simulate
+    from meshtrain.models.nnx_module import from_nnx as from_nnx
+    from meshtrain.sharding.named import Named as Named
     from meshtrain.training import Result as Result
     from meshtrain.training import train as train
 
@@ -28,6 +30,8 @@ _NAMES = {
     "default": "meshtrain.config",
     "resolve": "meshtrain.config",
     "simulate": "meshtrain.launch.distributed",
+    "from_nnx": "meshtrain.models.nnx_module",
+    "Named": "meshtrain.sharding.named",
     "Result": "meshtrain.training",
     "train": "meshtrain.training",
 }

@@ -7,9 +7,9 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from flax.linen import LogicallyPartitioned
 from ml_collections import ConfigDict
 
+from meshtrain import Named
 from meshtrain.config import Config, default
 from meshtrain.models import vocabulary
 from meshtrain.models.task import Batch, LayerSums, Loss, Params, Stages, Task, loss_of_stages, token_batch
@@ -35,9 +35,9 @@ def means(config: Config, placement: Placement) -> Task:
     table, head = ("vocab", "embed"), ("embed", "vocab")
 
     def init(rng: jax.Array) -> Params:
-        def drawn(number: int, shape: tuple[int, ...], names: tuple[str, ...]) -> LogicallyPartitioned:
+        def drawn(number: int, shape: tuple[int, ...], names: tuple[str, ...]) -> Named:
             weight = jax.random.normal(jax.random.fold_in(rng, number), shape) / shape[-2] ** 0.5
-            return LogicallyPartitioned(weight, names)
+            return Named(weight, names)
 
         layers = {k: drawn(i, (n, *shapes[k]), ("layers", *axes[k])) for i, k in enumerate(shapes)}
         return {"table": drawn(3, (NUM_ROWS, d), table), "head": drawn(4, (d, NUM_ROWS), head), "layers": layers}

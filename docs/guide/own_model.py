@@ -8,10 +8,10 @@ from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
-from flax.linen import LogicallyPartitioned
 from ml_collections import ConfigDict
 
 import meshtrain
+from meshtrain import Named
 from meshtrain.config import Config, default
 from meshtrain.models.cost import Cost
 from meshtrain.models.task import Batch, Loss, Params, Task, token_batch
@@ -39,7 +39,7 @@ def eight_bytes(config: Config, placement: Placement) -> Task:
 
     def init(rng: jax.Array) -> Params:
         keys = zip(weights.items(), jax.random.split(rng, len(weights)), strict=True)
-        return {k: LogicallyPartitioned(0.1 * jax.random.normal(key, shape), axes) for (k, (shape, axes)), key in keys}
+        return {k: Named(0.1 * jax.random.normal(key, shape), axes) for (k, (shape, axes)), key in keys}
 
     def logits(params: Params, batch: Batch) -> jax.Array:
         table, up, down = (placement.weight(params[name], axes) for name, (_, axes) in weights.items())

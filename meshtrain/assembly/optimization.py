@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import jax
 import optax
-from flax.core import meta
 
 from meshtrain.assembly.placed import Placed
 from meshtrain.config.schema import Config
@@ -17,6 +16,7 @@ from meshtrain.optim.learning_rate import NAMES as RATES
 from meshtrain.optim.learning_rate import Schedule, learning_rate
 from meshtrain.optim.optimizers import NAMES, optimizer
 from meshtrain.sharding import offload
+from meshtrain.sharding.named import unbox
 from meshtrain.sharding.param_sharding import is_names
 from meshtrain.sharding.trees import Shardings, leaves_with_paths, select
 from meshtrain.step import health, loss_scale
@@ -61,7 +61,7 @@ def initializer(
 
     def init(key_data: jax.Array) -> TrainState:
         rng = jax.random.wrap_key_data(key_data)
-        params = meta.unbox(task.init(jax.random.fold_in(rng, 0)))
+        params = unbox(task.init(jax.random.fold_in(rng, 0)))
         params = stack_layers(as_stored(params, placed.axes, trained, config.precision), placed.stack)
         rng = jax.random.fold_in(rng, 1)
         return extension.begin(init_state(params, optimization.transformation, rng, optimization.scaling, trained))

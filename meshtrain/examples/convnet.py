@@ -13,7 +13,6 @@ from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
-from flax import linen as nn
 from flax import nnx
 from jax.typing import DTypeLike
 
@@ -24,6 +23,7 @@ from meshtrain.models.layers import Initializer, dropout
 from meshtrain.models.task import Batch, Entry, Loss, Params, Task, sequence_keys
 from meshtrain.models.vocabulary import cross_entropy
 from meshtrain.options import option
+from meshtrain.sharding.named import Named
 from meshtrain.sharding.placement import Placement
 from meshtrain.step.precision import compute_dtype, in_fp8
 
@@ -137,7 +137,7 @@ def convnet(
 
     def init(rng: jax.Array) -> Params:
         state = nnx.state(build(nnx.Rngs(params=rng)), nnx.Param)
-        return nnx.to_pure_dict(state, lambda leaf: nn.LogicallyPartitioned(leaf.get_value(), leaf.axes))
+        return nnx.to_pure_dict(state, lambda leaf: Named(leaf.get_value(), leaf.axes))
 
     def ready(w: jax.Array, names: tuple[str | None, ...]) -> jax.Array:
         # Cast first, so that the all-gather moves the smaller dtype; norms stay in float32.

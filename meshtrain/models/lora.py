@@ -19,14 +19,13 @@ from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
-from flax import linen as nn
-from flax.core import meta
 
 from meshtrain.errors import Problem
 from meshtrain.models.layers import A, B, factor_axes
 from meshtrain.models.task import Params, Task
 from meshtrain.options import Except, option
 from meshtrain.sharding import trainable
+from meshtrain.sharding.named import Named, is_boxed, value_and_names
 from meshtrain.sharding.param_kinds import is_hidden_matrix, matrix_dims, num_stacked
 from meshtrain.sharding.param_sharding import Names, is_names, params_with_axes
 from meshtrain.sharding.trees import Arrays, NamesTree, leaves_with_paths
@@ -144,16 +143,20 @@ def _init(init: Callable[[jax.Array], Params], options: LoraOptions, rng: jax.Ar
 
     `options` select the adapted matrices and the rank.
     """
-    is_box = lambda leaf: isinstance(leaf, meta.AxisMetadata)  # noqa: E731
 
     def extended(tree: Params, above: str) -> Params:
         result: dict[str, Params] = {}
         for name, part in tree.items():
             path = f"{above}{name}"
-            result[name] = part if is_box(part) else extended(part, f"{path}/")
-            if is_box(part) and _is_target(options, path, part.names):
+            if not is_boxed(part):
+                result[name] = extended(part, f"{path}/")
+                continue
+            result[name] = part
+            value, names = value_and_names(part)
+            if _is_target(options, path, names):
                 key = jax.random.fold_in(rng, zlib.crc32(path.encode()))
-                result |= {f"{name}{end}": factor for end, factor in _factors(key, part, options.rank).items()}
+                factors = _factors(key, value.shape, names, options.rank)
+                result |= {f"{name}{end}": factor for end, factor in factors.items()}
         return result
 
     return extended(init(rng), "")
@@ -163,17 +166,17 @@ def _is_target(options: LoraOptions, path: str, names: Names) -> bool:
     return is_hidden_matrix(names) and re.search(options.targets, path) is not None
 
 
-def _factors(key: jax.Array, box: nn.LogicallyPartitioned, rank: int) -> dict[str, nn.LogicallyPartitioned]:
-    """Returns the initial factors of one adapter, float32: suffix of the name -> boxed array.
+def _factors(key: jax.Array, shape: Sequence[int], names: Names, rank: int) -> dict[str, Named]:
+    """Returns the initial factors of one adapter, float32: suffix of the name -> array with its logical axes.
 
     A is uniform between -1 / sqrt(inputs) and 1 / sqrt(inputs), as in Hu et al.'s code; B is zeros.
 
     Args:
       key: random key for A.
-      box: the adapted matrix, boxed with its logical axes.
+      shape: shape of the adapted matrix.
+      names: its logical axes.
       rank: r.
     """
-    names, shape = box.names, meta.unbox(box).shape
     dims = matrix_dims(names)
     assert dims is not None, "only matrices are targets"
     stack, axes = shape[: num_stacked(names)], factor_axes(names)
@@ -181,7 +184,7 @@ def _factors(key: jax.Array, box: nn.LogicallyPartitioned, rank: int) -> dict[st
     bound = 1 / math.sqrt(math.prod(inputs))
     a = jax.random.uniform(key, (*stack, *inputs, rank), jnp.float32, -bound, bound)
     b = jnp.zeros((*stack, rank, *outputs), jnp.float32)
-    return {end: nn.LogicallyPartitioned(x, names) for end, x, names in zip((A, B), (a, b), axes, strict=True)}
+    return {end: Named(x, names) for end, x, names in zip((A, B), (a, b), axes, strict=True)}
 
 
 def merge_adapters(params: Params, options: LoraOptions) -> Params:

@@ -25,12 +25,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias, TypeGuard
 
 import jax
-from flax.core import meta
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import KeyPath
 
 from meshtrain.errors import Problem, nearest_divisor, nearest_multiple, refuse, unknown
 from meshtrain.options import Except, option
+from meshtrain.sharding.named import is_boxed, unbox, value_and_names
 from meshtrain.sharding.rules import DATA, Rules
 from meshtrain.sharding.trees import Arrays, NamesTree, Tree, leaves_with_paths, path_text
 
@@ -217,7 +217,8 @@ def params_with_axes(init: Callable[[jax.Array], Arrays], *, on_one_device: bool
     Layers are in the order of the model. JAX caches traces by function, so a model with the same `init` is traced once.
 
     Args:
-      init: a function of a PRNG key that returns the parameters; a leaf may be boxed with its logical axes.
+      init: a function of a PRNG key that returns the parameters; a leaf may be boxed with its logical axes (`Named`, a
+        box of Linen, or a variable of NNX).
       on_one_device: whether the model runs on one device. If so, a leaf without a box has the axes (None, ..., None).
         Otherwise its entry is None instead of a tuple: the axes are missing.
 
@@ -225,28 +226,27 @@ def params_with_axes(init: Callable[[jax.Array], Arrays], *, on_one_device: bool
       UserError: one line for each weight whose box has no tuple of names, such as an NNX variable without axes.
     """
     boxed = jax.eval_shape(init, _abstract_key())
-    is_box = lambda leaf: isinstance(leaf, meta.AxisMetadata)  # noqa: E731
-    params, problems = meta.unbox(boxed), list[Problem]()
+    problems = list[Problem]()
 
     def names(path: KeyPath, leaf: Any) -> Names | None:
-        if not is_box(leaf):
+        if not is_boxed(leaf):
             return (None,) * leaf.ndim if on_one_device else None
-        axes = tuple(leaf.names) if isinstance(leaf.names, tuple | list) else (0,)
+        value, axes = value_and_names(leaf)
         if not is_names(axes):
-            shape = tuple(meta.unbox(leaf).shape)
+            shape = tuple(value.shape)
             problems.append(
                 Problem(
                     f"{path_text(path)}: shape {shape}",
-                    got=f"{leaf.names!r} as logical axes",
+                    got=f"{axes!r} as logical axes",
                     allowed="a name or None for each dim",
                     nearest=(None,) * len(shape),
                 )
             )
         return axes
 
-    axes_tree = jax.tree_util.tree_map_with_path(names, boxed, is_leaf=is_box)
+    axes_tree = jax.tree_util.tree_map_with_path(names, boxed, is_leaf=is_boxed)
     refuse(problems)
-    return params, axes_tree
+    return unbox(boxed), axes_tree
 
 
 @functools.cache

@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax.core import meta
 
 from meshtrain.examples.convnet import ConvnetOptions, convnet, flops_per_image, shift
 from meshtrain.plan.cluster.traced_flops import traced_flops
+from meshtrain.sharding.named import unbox
 from meshtrain.sharding.rules import AXES
 
 B = 8
@@ -30,7 +30,7 @@ def batch(start=0):
 @pytest.fixture(scope="module")
 def computed():
     """A function (options, batch, train) -> (sum, weight, accuracy), compiled once for each `train`."""
-    params = meta.unbox(convnet(OPTIONS, batch_size=B).init(jax.random.key(0)))
+    params = unbox(convnet(OPTIONS, batch_size=B).init(jax.random.key(0)))
     loss = jax.jit(convnet(OPTIONS, batch_size=B).loss, static_argnums=3)
 
     def values(given, train):
@@ -90,7 +90,7 @@ def test_the_first_loss_is_that_of_guessing(computed):
 @pytest.mark.parametrize("options", [OPTIONS, ConvnetOptions()], ids=["odd", "default"])
 def test_the_flops_that_the_task_states_are_those_that_are_traced(options):
     task = convnet(options, batch_size=B)
-    params = jax.eval_shape(lambda rng: meta.unbox(task.init(rng)), jax.random.key(0))
+    params = jax.eval_shape(lambda rng: unbox(task.init(rng)), jax.random.key(0))
     like = {name: jax.ShapeDtypeStruct(entry.shape, entry.dtype) for name, entry in task.batch.items()}
     like["sequence_index"] = jax.ShapeDtypeStruct((B,), jnp.int32)
 
@@ -104,7 +104,7 @@ def test_the_flops_that_the_task_states_are_those_that_are_traced(options):
 
 def test_products_are_in_the_compute_dtype_and_the_loss_in_float32():
     task = convnet(dataclasses.replace(OPTIONS, dropout_rate=0.0), batch_size=B, dtype=jnp.bfloat16)
-    params = meta.unbox(task.init(jax.random.key(0)))
+    params = unbox(task.init(jax.random.key(0)))
     traced = jax.make_jaxpr(lambda params: task.loss(params, batch(), jax.random.key(0), True))(params)
     products = [line for line in str(traced).splitlines() if "conv_general_dilated[" in line or "dot_general[" in line]
     assert len(products) == 4

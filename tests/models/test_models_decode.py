@@ -14,6 +14,7 @@ from meshtrain.models.lora import LoraOptions, with_adapters
 from meshtrain.models.task import SEQUENCE_INDEX
 from meshtrain.models.transformer.decoder import DecoderOptions
 from meshtrain.models.transformer.task import decoder
+from meshtrain.sharding.named import unbox
 
 NUM_ROWS, LENGTH, VOCABULARY = 3, 12, 11
 PROMPTS = np.array([5, 3, 1])  # tokens of each row's prompt; all are padded to the longest
@@ -136,7 +137,7 @@ def test_adapters_count_where_latents_are_attended_to():
         moe=dataclasses.replace(FAMILIES["latents, a dense layer before experts in groups"].moe, num_experts=0),
     )
     task = with_adapters(decoder(options, batch_size=NUM_ROWS, sequence_length=LENGTH), LoraOptions(rank=2))
-    params = meta.unbox(jax.jit(task.init)(jax.random.key(0)))
+    params = unbox(jax.jit(task.init)(jax.random.key(0)))
     params = jax.tree.map(lambda x: x + 0.1, params)  # factors that start at zero count as well
     tokens = tokens_of_rows()
     expected = whole(task, params, tokens)

@@ -6,13 +6,13 @@ import functools
 import jax
 import numpy as np
 import pytest
-from flax.core import meta
 
 from meshtrain.models import lora
 from meshtrain.models.lora import LoraOptions, with_adapters
 from meshtrain.models.task import SEQUENCE_INDEX
 from meshtrain.models.transformer.decoder import DecoderOptions
 from meshtrain.models.transformer.task import decoder
+from meshtrain.sharding.named import unbox
 from meshtrain.sharding.param_sharding import params_with_axes
 from meshtrain.sharding.trainable import is_adapter, trainable_mask
 from meshtrain.sharding.trees import leaves_with_paths, merge, select
@@ -40,7 +40,7 @@ def batch(task):
 
 
 def initial(task):
-    return meta.unbox(jax.jit(task.init)(jax.random.key(0)))
+    return unbox(jax.jit(task.init)(jax.random.key(0)))
 
 
 def moved(params):

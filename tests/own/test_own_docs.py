@@ -7,12 +7,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import linen, nnx
+from flax import linen
 
+from meshtrain import from_nnx
+from meshtrain.assembly.assemble import assemble
 from meshtrain.config.resolve import parse
+from meshtrain.config.schema import Config
 from meshtrain.data.dataset import open_user_data
+from meshtrain.errors import UserError
 from meshtrain.models.task import Task, entries, limits, sequence_keys
-from meshtrain.sharding.rules import LayoutOptions, default_rules
+from meshtrain.sharding.rules import AXES, LayoutOptions, default_rules
 from scripts.benchmarks import digits, memory, mesh
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -32,17 +36,6 @@ def test_table_of_logical_axes_is_that_of_the_rules():
     assert written == {name: axes for name, axes in rules.items() if name != "residual_sequence"}
 
 
-class Linear(nnx.Module):
-    """What the page calls `Model`."""
-
-    def __init__(self, rngs: nnx.Rngs) -> None:
-        named = nnx.with_metadata(nnx.initializers.normal(1.0), axes=("vocab", "embed"))
-        self.table = nnx.Embed(4, 2, embedding_init=named, rngs=rngs)
-
-    def __call__(self, tokens: jax.Array) -> jax.Array:
-        return self.table(tokens)
-
-
 class Dropped(linen.Module):
     """What the page calls `network`: all that it computes is dropout."""
 
@@ -53,18 +46,27 @@ class Dropped(linen.Module):
 
 def test_blocks_of_the_page_run_one_after_another():
     example = {"images": np.ones((32, 32, 3), np.float32), "labels": np.int32(3), "weights": np.float32(1)}
-    names = {"B": 4, "jax": jax, "jnp": jnp, "nnx": nnx, "LogicallyPartitioned": linen.LogicallyPartitioned}
-    names |= {"Model": Linear, "network": Dropped(), "sequence_keys": sequence_keys, "train": lambda *_, rules: None}
+    names = {
+        "B": 4,
+        "jax": jax,
+        "jnp": jnp,
+        "network": Dropped(),
+        "sequence_keys": sequence_keys,
+        "train": lambda *_, rules: None,
+    }
     names |= {"examples": [example] * 3, "held_out": [], "config": None, "directory": None, "make_task": None}
     for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL):
         exec(compile(block, "docs/guide/own_model.md", "exec"), names)
     task = Task(len, len, names["batch"])
     data = open_user_data(names["make_data"](None), entries(task, 4), limits(task), 0)
     assert (len(data.train), data.fingerprint) == (3, "cifar10 v1")
-    boxed = names["init"](jax.random.key(0))
-    assert boxed["table"]["embedding"].names == ("vocab", "embed")
-    weights = linen.unbox(boxed)
-    np.testing.assert_array_equal(names["apply"](weights, np.array([2])), weights["table"]["embedding"][2:3])
+    of_mesh = dict.fromkeys(AXES, 1) | {"fsdp": 2, "tensor": 2}
+    assembly = assemble(Config(batch_size=4, sequence_length=8), of_mesh, jax.devices()[:4], names["nnx_task"])
+    assert tuple(assembly.state.params["up"]["bias"].sharding.spec) == ("tensor",)
+    without_one = {"norm/scale": ("norm",), "up/bias": ("mlp",), "head/bias": (None,)}
+    with pytest.raises(UserError) as caught:
+        from_nnx(names["Model"], without_one)
+    assert f"```\n{caught.value}\n```" in PAGE
     batch = {"images": np.ones((4, 8), np.float32), "sequence_index": np.array([5, 6, 7, 5])}
     drawn = np.asarray(names["logits"]({}, batch, jax.random.key(0)))
     np.testing.assert_array_equal(drawn[0], drawn[3])

@@ -4,6 +4,7 @@ B: sequences, T: tokens a sequence, D: embed dim, F: mlp dim, V: vocabulary.
 """
 
 import dataclasses
+import functools
 import re
 from typing import Any
 
@@ -14,13 +15,15 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 
+from meshtrain import Named, from_nnx
 from meshtrain.assembly.assemble import assemble
 from meshtrain.config.schema import Config
 from meshtrain.errors import UserError
-from meshtrain.models.task import Task, token_batch
-from meshtrain.models.vocabulary import cross_entropy
+from meshtrain.models.task import Stages, Task, loss_of_stages, sequence_keys, token_batch
+from meshtrain.models.vocabulary import copy_to_shards, cross_entropy
 from meshtrain.optim.learning_rate import LearningRateOptions
 from meshtrain.sharding.mesh import MeshOptions
+from meshtrain.sharding.named import is_boxed, unbox
 from meshtrain.sharding.param_sharding import ZeroOptions
 from meshtrain.sharding.rules import AXES, LayoutOptions, Rule, default_rules, extend
 
@@ -49,7 +52,7 @@ def task_of(init, apply) -> Task:
 def plain(config, placement):
     def init(rng):
         return {
-            name: nn.LogicallyPartitioned(0.3 * jax.random.normal(jax.random.fold_in(rng, i), shape), axes)
+            name: Named(0.3 * jax.random.normal(jax.random.fold_in(rng, i), shape), axes)
             for i, (name, (shape, axes)) in enumerate(WEIGHTS.items())
         }
 
@@ -83,41 +86,90 @@ def linen(config, placement):
     return task_of(lambda rng: model.init(rng, tokens, False)["params"], apply)
 
 
+def normal(*axes: str) -> Any:
+    """An initializer that stores the logical axes as metadata."""
+    return nnx.with_metadata(nnx.initializers.normal(0.3), axes=axes)
+
+
+class Block(nnx.Module):
+    """Stock layers with dropout: norm and biases state no logical axes, one matrix states them in Flax's own way."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        down = nnx.with_partitioning(nnx.initializers.normal(0.3), ("mlp", "embed"))
+        self.norm = nnx.LayerNorm(D, rngs=rngs)
+        self.up = nnx.Linear(D, F, kernel_init=normal("embed", "mlp"), rngs=rngs)
+        self.drop = nnx.Dropout(0.2, rngs=rngs)
+        self.down = nnx.Linear(F, D, use_bias=False, kernel_init=down, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x + self.down(self.drop(jnp.tanh(self.up(self.norm(x)))))
+
+
 class NnxModel(nnx.Module):
     def __init__(self, rngs: nnx.Rngs) -> None:
-        def init(*axes: str) -> Any:
-            return nnx.with_metadata(nnx.initializers.normal(0.3), axes=axes)
-
-        self.table = nnx.Embed(V, D, embedding_init=init("rows", "embed"), rngs=rngs)
-        self.up = nnx.Linear(D, F, use_bias=False, kernel_init=init("embed", "mlp"), rngs=rngs)
-        self.down = nnx.Linear(F, D, use_bias=False, kernel_init=init("mlp", "embed"), rngs=rngs)
-        self.head = nnx.Linear(D, V, use_bias=False, kernel_init=init("embed", "vocab"), rngs=rngs)
+        self.table = nnx.Embed(V, D, embedding_init=normal("rows", "embed"), rngs=rngs)
+        self.blocks = nnx.List([Block(rngs) for _ in range(2)])
+        self.head = nnx.Linear(D, V, use_bias=False, kernel_init=normal("embed", "vocab"), rngs=rngs)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        return self.head(self.down(jnp.tanh(self.up(self.table(tokens)))))
+        x = self.table(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+NAMES = {"*norm/*": ("norm",), "*up/bias": ("mlp",)}
 
 
 def flax_nnx(config, placement):
-    graph, _ = nnx.split(nnx.eval_shape(lambda: NnxModel(nnx.Rngs(0))))
+    init, apply = from_nnx(NnxModel, NAMES, placement)
+
+    def loss(params, batch, rng, train):
+        logits = apply(params, sequence_keys(rng, batch), train, batch["tokens"])
+        return cross_entropy(logits, batch["targets"], batch["weights"], V), jnp.sum(batch["weights"]), {}
+
+    return Task(init, loss, token_batch(B, T))
+
+
+def in_stages(config, placement):
+    """The layers of `Block`, stacked for a pipeline."""
+    (init_ends, _), (init_block, apply) = from_nnx(NnxModel, NAMES), from_nnx(Block, NAMES, placement)
 
     def init(rng):
-        state = nnx.state(NnxModel(nnx.Rngs(params=rng)), nnx.Param)
-        return nnx.to_pure_dict(
-            state, lambda leaf: nn.LogicallyPartitioned(leaf.get_value(), leaf.get_metadata().get("axes"))
-        )
+        ends = init_ends(rng)
+        layers = jax.vmap(init_block)(jax.random.split(jax.random.fold_in(rng, 1), 4))
+        layers = jax.tree.map(lambda w: Named(w.value, ("layers", *w.names)), layers, is_leaf=is_boxed)
+        return {"table": ends["table"], "head": ends["head"], "layers": layers}
 
-    return task_of(init, lambda params, tokens, rng, train: nnx.merge(graph, params)(tokens))
+    def repeated(layers, x, batch, rng, start, train):
+        def one(x, numbered):
+            index, layer = numbered
+            return apply(layer, sequence_keys(jax.random.fold_in(rng, index), batch), train, x), None
+
+        numbers = start + jnp.arange(len(layers["up"]["bias"]))
+        return jax.lax.scan(one, x, (numbers, layers))[0], None
+
+    def last(outer, x, batch, axis):
+        logits = copy_to_shards(x, axis) @ placement.weight(outer["head"]["kernel"], ("embed", "vocab"))
+        total = cross_entropy(logits, batch["targets"], batch["weights"], V, axis)
+        return total, jnp.sum(batch["weights"]), {}
+
+    first = lambda outer, batch, rng, train, axis: outer["table"]["embedding"][batch["tokens"]]  # noqa: E731
+    stages = Stages(4, first, repeated, last)
+    return Task(init, loss_of_stages(stages), token_batch(B, T), stages=stages)
 
 
-MODELS = {"plain": plain, "linen": linen, "nnx": flax_nnx}
-OWN_RULES = {"plain": (), "linen": (Rule("rows"),), "nnx": (Rule("rows"),)}
+MODELS = {"plain": plain, "linen": linen, "nnx": flax_nnx, "stages": in_stages}
+OWN_RULES = {"plain": (), "linen": (Rule("rows"),), "nnx": (Rule("rows"),), "stages": (Rule("rows"),)}
 
 
-def three_steps(name: str, **axes: int):
+@functools.cache
+def three_steps(name: str, microbatches: int = 1, **axes: int):
     """Returns the assembly, initial weights and the losses of three steps."""
+    config = dataclasses.replace(CONFIG, accumulation_steps=microbatches)
     shape = {axis: axes.get(axis, 1) for axis in AXES}
     devices = jax.devices()[: int(np.prod(list(shape.values())))]
-    assembly = assemble(CONFIG, shape, devices, MODELS[name], extend(RULES, *OWN_RULES[name]))
+    assembly = assemble(config, shape, devices, MODELS[name], extend(RULES, *OWN_RULES[name]))
     state = assembly.steps.init(jax.random.key_data(jax.random.key(0)))
     initial, losses = jax.device_get(state.params), []
     step = assembly.steps.train.lower(assembly.state, assembly.batch).compile()
@@ -141,9 +193,7 @@ def test_an_nnx_variable_without_axes_is_named(axes):
 
     def init(rng):
         state = nnx.state(Model(nnx.Rngs(params=rng)), nnx.Param)
-        return nnx.to_pure_dict(
-            state, lambda leaf: nn.LogicallyPartitioned(leaf.get_value(), leaf.get_metadata().get("axes"))
-        )
+        return nnx.to_pure_dict(state, lambda leaf: leaf)
 
     expected = re.escape(
         f"up/kernel: shape (16, 32): got {axes!r} as logical axes; allowed: a name or None for each dim"
@@ -152,21 +202,37 @@ def test_an_nnx_variable_without_axes_is_named(axes):
         assemble(CONFIG, dict.fromkeys(AXES, 1), jax.devices()[:1], lambda *_: task_of(init, None), RULES)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["plain", "linen", "nnx"])
 def test_mesh_changes_no_number(name):
     _, initial, losses = three_steps(name)
     assembly, initial_on_mesh, losses_on_mesh = three_steps(name, data=2, fsdp=2, tensor=2)
     jax.tree.map(np.testing.assert_array_equal, initial_on_mesh, initial)
     np.testing.assert_allclose(losses_on_mesh, losses, rtol=1e-5)
     assert np.ptp(losses) > 1e-3, "weights that stand still would agree as well"
-    homes = jax.tree.leaves(jax.tree.map(lambda leaf: leaf.sharding, assembly.state.params))
-    assert not any(home.is_fully_replicated for home in homes)
+    matrices = [leaf for leaf in jax.tree.leaves(assembly.state.params) if leaf.ndim > 1]
+    assert not any(leaf.sharding.is_fully_replicated for leaf in matrices)
+
+
+@pytest.mark.parametrize(
+    ("name", "microbatches", "axes"),
+    [
+        ("nnx", 1, {"data": 2, "fsdp": 2, "tensor": 2}),
+        ("nnx", 4, {"data": 2}),
+        ("stages", 1, {"pipeline": 2, "fsdp": 2}),
+    ],
+)
+def test_masks_of_an_nnx_module_depend_on_no_mesh_and_no_microbatches(name, microbatches, axes):
+    """Dropout is active: a mask that the mesh changes would change a loss by about 1e-2."""
+    _, initial, losses = three_steps(name)
+    _, initial_on_mesh, losses_on_mesh = three_steps(name, microbatches, **axes)
+    jax.tree.map(np.testing.assert_array_equal, initial_on_mesh, initial)
+    np.testing.assert_allclose(losses_on_mesh, losses, rtol=2e-6)
 
 
 def test_weight_without_names_is_refused_on_a_mesh_and_fine_on_one_device():
     def bare(config, placement):
         task = plain(config, placement)
-        return task_of(lambda rng: nn.unbox(task.init(rng)), lambda params, tokens, rng, train: params["table"][tokens])
+        return task_of(lambda rng: unbox(task.init(rng)), lambda params, tokens, rng, train: params["table"][tokens])
 
     shape = dict.fromkeys(AXES, 1)
     assemble(CONFIG, shape, jax.devices()[:1], bare)
@@ -207,3 +273,92 @@ def test_what_replicas_add_up_by_themselves_is_refused_where_a_plain_look_up_wou
     with pytest.raises(UserError, match=r"zero\.level: got 2 with a task without .* nearest: zero\.level=1"):
         assemble(config, shape, jax.devices()[:4], plain, RULES)
     assemble(config, dict.fromkeys(AXES, 1) | {"data": 4}, jax.devices()[:4], plain, RULES)
+
+
+def refusal(make, *names):
+    with pytest.raises(UserError) as caught:
+        from_nnx(make, *names)
+    return list(caught.value.problems)
+
+
+def test_each_weight_without_names_is_a_line_that_names_it():
+    expected = [
+        "norm/bias: shape (16,): got no logical axes; allowed: a name or None for each dim; "
+        "nearest: names={'norm/bias': (None,)}",
+        "up/bias: shape (32,): got ('embed', 'mlp') as logical axes; allowed: a name or None for each dim; "
+        "nearest: names={'up/bias': (None,)}",
+        "names: got the pattern 'norm/bia', which is not used for any weight; "
+        "allowed: a pattern of the path of a weight that states no logical axes; did you mean 'norm/bias'?",
+    ]
+    names = {"norm/scale": ("norm",), "up/*": ("embed", "mlp"), "norm/bia": ("norm",)}
+    assert refusal(Block, names) == expected
+
+
+class WithState(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.bn = nnx.BatchNorm(D, use_bias=False, use_scale=False, rngs=rngs)
+        self.count = nnx.Variable(jnp.zeros(()))
+        self.table, self.other = jnp.ones(3), np.ones(3)
+
+
+def test_state_that_a_step_would_change_is_refused():
+    allowed = "; allowed: nnx.Param and random streams; nearest: "
+    instead = "nnx.LayerNorm, nnx.RMSNorm or nnx.GroupNorm in place of nnx.BatchNorm"
+    for _ in range(2):  # the second time JAX knows the module
+        assert sorted(refusal(WithState)) == [
+            f"bn/mean: got a BatchStat, which a step would change{allowed}{instead}",
+            f"bn/var: got a BatchStat, which a step would change{allowed}{instead}",
+            f"count: got a Variable, which a step would change{allowed}compute it in __call__",
+            f"other: got an array that is not an nnx.Param{allowed}compute it in __call__",
+            f"table: got an array that is not an nnx.Param{allowed}compute it in __call__",
+        ]
+    assert refusal(lambda rngs: 3) == ["make: got int; allowed: an nnx.Module; nearest: lambda rngs: Model(rngs)"]
+
+
+class Attention(nnx.Module):
+    """Stock attention with dropout, and a dropout of a stack of two modules, whose random keys are stacked."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.attend = nnx.MultiHeadAttention(2, D, D, dropout_rate=0.1, decode=False, rngs=rngs)
+        stack = nnx.vmap(lambda rngs: nnx.Dropout(0.5, rngs=rngs))
+        self.drops = stack(rngs.split(2))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        both = nnx.vmap(lambda drop, x: drop(x), in_axes=(0, None))(self.drops, self.attend(x))
+        return jnp.concatenate(both, axis=-1)  # [b, T, 2 D]
+
+
+def test_each_sequence_has_the_masks_of_its_key():
+    names = {"*/out/kernel": ("heads", "head_dim", "embed"), "*/out/bias": (None,), "*/bias": ("heads", "head_dim")}
+    init, apply = from_nnx(Attention, names | {"*/kernel": ("embed", "heads", "head_dim")})
+    params, x = init(jax.random.key(0)), jnp.broadcast_to(jax.random.normal(jax.random.key(1), (T, D)), (3, T, D))
+    keys = jax.random.wrap_key_data(jnp.array([[0, 5], [0, 6], [0, 5]], jnp.uint32))
+    y = np.asarray(apply(params, keys, True, x))
+    np.testing.assert_array_equal(y[0], y[2])
+    zeros = y == 0
+    assert 0.1 < np.mean(zeros[0] != zeros[1]) < 0.9
+    assert 0.1 < np.mean(zeros[..., :D] != zeros[..., D:]) < 0.9, "the two modules of the stack have one mask"
+    of_evaluation = apply(params, None, False, x)
+    assert not np.any(of_evaluation == 0)
+    np.testing.assert_array_equal(of_evaluation, apply(unbox(params), keys, False, x))
+    with pytest.raises(UserError, match=r"^keys: got None with train=True, .* streams attend/rngs and drops/rngs; "):
+        apply(params, None, True, x)
+
+
+def test_the_model_of_the_newcomer_trains_as_it_stands():
+    """Before `from_nnx`, a stream of random numbers was missing in `init`, and leaves in `nnx.merge`."""
+
+    class Model(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            named = nnx.with_metadata(nnx.initializers.normal(), axes=("embed", "mlp"))
+            self.up = nnx.Linear(4, 8, use_bias=False, kernel_init=named, rngs=rngs)
+            self.drop = nnx.Dropout(0.1, rngs=rngs)
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return self.drop(self.up(x))
+
+    init, apply = from_nnx(Model)
+    params = init(jax.random.key(0))
+    assert params["up"]["kernel"].names == ("embed", "mlp")
+    of_loss = lambda params: apply(params, jax.random.split(jax.random.key(1), 5), True, jnp.ones((5, 4))).sum()  # noqa: E731
+    assert np.all(jax.grad(of_loss)(params)["up"]["kernel"].value > 0)

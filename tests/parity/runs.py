@@ -20,6 +20,7 @@ from meshtrain.models.transformer.task import decoder
 from meshtrain.optim.learning_rate import LearningRateOptions, learning_rate
 from meshtrain.optim.optimizers import OptimizerOptions, optimizer
 from meshtrain.pipeline.schedules import PipelineOptions
+from meshtrain.sharding.named import is_boxed, unbox
 from meshtrain.sharding.rules import AXES
 from meshtrain.sharding.trees import leaves_with_paths
 from tests.parity.comparison import Leaves, Trained
@@ -182,15 +183,14 @@ def reference(config: Config) -> Trained:
     root = jax.random.key(config.seed)
     with exact():  # initial weights are compared bit by bit
         boxed = init(jax.random.fold_in(root, 0))
-    is_box = lambda leaf: hasattr(leaf, "unbox")  # noqa: E731
-    params = jax.tree.map(lambda box: box.value, boxed, is_leaf=is_box)
+    params = unbox(boxed)
     rates = learning_rate(
         config.learning_rate,
         num_steps=config.num_steps,
         embed_dim=config.model.embed_dim,
         batch_size=config.batch_size,
     )
-    axes = jax.tree.map(lambda box: box.names, boxed, is_leaf=is_box)
+    axes = jax.tree.map(lambda box: box.names, boxed, is_leaf=is_boxed)
     transformation = optimizer(config.optimizer, rates, axes)
 
     @jax.jit

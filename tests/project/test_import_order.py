@@ -40,6 +40,7 @@ FAULTS = [
     ("__main__.py", "import meshtrain.probe", "- meshtrain.__main__ -> meshtrain.probe (l."),
     ("nook.py", "", "- meshtrain.nook\n"),  # a package in no layer
     ("sharding/rules.py", "from meshtrain.sharding import mesh", "- .rules -> .mesh (1 import)"),
+    ("step/state.py", "from flax import nnx", "meshtrain.step.state -> flax (l."),
     ("pipeline/schedules.py", "import jax", "meshtrain.pipeline.schedules -> jax (l."),
     (
         "plan/findings.py",
@@ -81,5 +82,8 @@ def test_the_contracts_name_the_modules_they_are_meant_for():
         paths = {module: ROOT.joinpath(*module.split(".")) for module in modules}
         return {module for module, path in paths.items() if path.is_dir() or path.with_suffix(".py").exists()}
 
+    files = {path for path in (ROOT / "meshtrain").iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
+    modules = {f"meshtrain.{path.stem}" for path in files} - {"meshtrain.__init__"}
+    assert sources["flax-in-models"] == modules - {"meshtrain.models", "meshtrain.examples"}
     assert present(WITHOUT_JAX) <= sources["no-jax"]
     assert present(WITHOUT_MESH) <= sources["no-mesh"]
