@@ -157,8 +157,9 @@ class _Module:
         for index, (path, variable) in enumerate(self.streams.items()):
             like = variable.get_value()
             if jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
-                own = jax.random.fold_in(key, index)
-                value = jax.random.split(own, like.shape) if like.shape else own  # stacked modules have stacked keys
+                stream_key = jax.random.fold_in(key, index)
+                # A stack of modules, created by `nnx.vmap`, has a stack of keys.
+                value = jax.random.split(stream_key, like.shape) if like.shape else stream_key
             else:
                 value = jnp.zeros(like.shape, like.dtype)  # the number of draws so far
             seeded.append((path, variable.replace(value)))

@@ -179,7 +179,7 @@ class Task:
 
     Attributes:
       init: rng -> params, a nested dict of float32 arrays. A leaf may be boxed with its logical axes
-        (`flax.linen.with_logical_partitioning`). On more than one device each leaf must be boxed.
+        (`meshtrain.Named`, a box of Linen, or a variable of NNX). On more than one device each leaf must be boxed.
       loss: (params, batch, rng, train) -> (sum over targets, weight, metrics), float32; the mean is sum / weight. A
         metric is also a sum, which is divided by the same weight before it is logged, or a kind of `metrics.py`.
       batch: name -> `Entry` of the global batch; see `token_batch`. A `jax.ShapeDtypeStruct` may replace an entry whose
