@@ -10,11 +10,11 @@ from meshtrain.assembly.placed import Placed
 from meshtrain.config.schema import Config
 from meshtrain.hardware.accelerators import find as find_accelerator
 from meshtrain.hardware.compiler_options import CompilerOption, options_of
+from meshtrain.hardware.links import wire_share
 from meshtrain.launch import peers
 from meshtrain.models.remat import gathers_early
 from meshtrain.pipeline.program import worth_reducing_early
 from meshtrain.sharding.param_sharding import axes_in
-from meshtrain.sharding.ring import wire_share
 from meshtrain.sharding.rules import DATA, EXPERT
 from meshtrain.step.extension import Extension
 from meshtrain.step.shardings import layer_bytes

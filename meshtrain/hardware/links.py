@@ -1,4 +1,6 @@
-"""Measured links: latency and bandwidth of each collective operation along each mesh axis, in a file. Imports no JAX.
+"""Measured links: latency and bandwidth of each collective along each mesh axis, in a file; bytes sent in a ring.
+
+Imports no JAX.
 
 `meshtrain bench-collectives --json=FILE` writes the file, and `meshtrain plan --links=FILE` reads it:
 
@@ -28,6 +30,21 @@ OPERATIONS = (
 )  # fmt: skip
 ALLOWED = "a file written by `meshtrain bench-collectives --json=FILE`"
 _NEAREST = "measure again, or leave --links out"
+
+
+def wire_share(operation: str, group_size: int) -> float:
+    """Returns the bytes that one device sends, relative to the bytes of the larger of its input and output.
+
+    The formulas are for a ring (Patarasuk and Yuan 2009), and define bus bandwidth as nccl-tests does
+    (doc/PERFORMANCE.md).
+
+    Args:
+      operation: the name of a collective, such as "all-reduce": one of `OPERATIONS`.
+      group_size: the number of devices in the ring, at least 2.
+    """
+    if operation in ("collective-permute", "collective-broadcast"):
+        return 1.0
+    return (2.0 if operation in ("all-reduce", RING) else 1.0) * (group_size - 1) / group_size
 
 
 @dataclasses.dataclass(frozen=True)

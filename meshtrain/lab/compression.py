@@ -31,9 +31,9 @@ from jax.typing import DTypeLike
 
 from meshtrain.config.schema import Config
 from meshtrain.errors import Problem
+from meshtrain.hardware.links import wire_share
 from meshtrain.options import WITH_OPTIONS, Except, Options, option
 from meshtrain.sharding.reduction import NAMES, SUM, Dims, Reduction, ReductionOptions, nothing
-from meshtrain.sharding.ring import wire_share
 from meshtrain.sharding.trees import Arrays
 
 LARGEST = 127.0  # largest int8 magnitude in use; symmetric around 0

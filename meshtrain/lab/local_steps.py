@@ -31,6 +31,7 @@ from meshtrain.assembly.extensions import EXTRA, checked_update, first_extra, re
 from meshtrain.assembly.placed import Placed
 from meshtrain.config.schema import Config, LocalStepsOptions
 from meshtrain.errors import Problem, UserError, nearest_multiple
+from meshtrain.hardware.links import wire_share
 from meshtrain.models.metrics import Metrics, all_logged
 from meshtrain.models.task import SEQUENCE_INDEX, Batch, Loss, Params, Sums, batch_axes
 from meshtrain.optim.moments import ANCHOR_SEED, round_weights
@@ -38,7 +39,6 @@ from meshtrain.optim.states import state_axes
 from meshtrain.sharding.param_sharding import Names, is_names
 from meshtrain.sharding.placement import on_shards
 from meshtrain.sharding.reduction import Reduction, in_equal_parts
-from meshtrain.sharding.ring import wire_share
 from meshtrain.sharding.rules import DATA
 from meshtrain.sharding.trees import Arrays, Masks, NamesTree, merge, select
 from meshtrain.step import guard, loss_scale

@@ -17,11 +17,11 @@ from meshtrain.assembly.extensions import EXTRA, reduced_over_data, reducing, re
 from meshtrain.assembly.placed import Placed
 from meshtrain.config.schema import Config
 from meshtrain.errors import Problem
+from meshtrain.hardware.links import wire_share
 from meshtrain.models.metrics import Metrics
 from meshtrain.models.task import AfterUpdate, Sums
 from meshtrain.sharding.param_sharding import Names
 from meshtrain.sharding.reduction import Dims, Reduction, ReductionOptions, sum_over
-from meshtrain.sharding.ring import wire_share
 from meshtrain.sharding.trees import Arrays
 from meshtrain.step import guard
 from meshtrain.step.extension import Extension, FieldNames

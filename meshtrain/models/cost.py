@@ -24,13 +24,13 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from meshtrain.hardware.links import wire_share
 from meshtrain.models import vocabulary
 from meshtrain.models.attention.select import exchange
 from meshtrain.models.decoder_options import TransformerShape
 from meshtrain.models.fallback import Fallback
 from meshtrain.models.remat import SUMS_AGAIN, RematOptions
 from meshtrain.sharding.placement import Placement
-from meshtrain.sharding.ring import wire_share
 from meshtrain.sharding.rules import EXPERT, PIPELINE, TENSOR
 
 REDUCTIONS_A_LAYER, LOOKUP_AND_HEAD = 4, 2

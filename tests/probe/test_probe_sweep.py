@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 
 from meshtrain.hardware import links
-from meshtrain.hardware.links import OPERATIONS, Link
+from meshtrain.hardware.links import OPERATIONS, Link, wire_share
 from meshtrain.probe.bench import bandwidth_chart, measurements, sweep
 from meshtrain.probe.bench.timed import Timed
 from meshtrain.sharding.mesh import make_mesh
-from meshtrain.sharding.ring import wire_share
 from meshtrain.sharding.rules import AXES
 
 PLANTED = {"data": (40e-6, 25e9), "fsdp": (8e-6, 300e9)}

@@ -25,6 +25,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from meshtrain.hardware.accelerators import Capability
+from meshtrain.hardware.links import wire_share
 from meshtrain.models.attention.select import Case, chosen, exchange, fallback, gathers_keys
 from meshtrain.models.cost import ATTENTION, EXPERTS, KEPT_SEEN, LOOP, Cost, Kernel, of_transformer
 from meshtrain.models.decoder_options import DecoderOptions
@@ -35,7 +36,6 @@ from meshtrain.models.remat import RematOptions
 from meshtrain.models.transformer.decoder import LOCAL_OR_GLOBAL
 from meshtrain.sharding.param_sharding import num_parts
 from meshtrain.sharding.placement import Placement
-from meshtrain.sharding.ring import wire_share
 from meshtrain.sharding.rules import CONTEXT, EXPERT, PIPELINE, TENSOR, expert_axes
 
 PASSES = 2  # forward and backward

@@ -33,10 +33,10 @@ import jax.numpy as jnp
 
 from meshtrain.assembly.assemble import Assembly
 from meshtrain.config.mesh_checks import num_microbatches, units_on_device
+from meshtrain.hardware.links import wire_share
 from meshtrain.pipeline.program import Segment, Signature, segments
 from meshtrain.pipeline.stages import Stack
 from meshtrain.sharding.param_sharding import MAX_LEVEL, ROUTER, STACKED, Names, ParamSharding, axes_in, num_parts
-from meshtrain.sharding.ring import wire_share
 from meshtrain.sharding.rules import AXES, CONTEXT, DATA, EXPERT, PIPELINE, TENSOR
 from meshtrain.sharding.trees import select
 from meshtrain.step.precision import compute_dtype

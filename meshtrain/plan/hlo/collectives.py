@@ -14,13 +14,13 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
+from meshtrain.hardware.links import wire_share
 from meshtrain.plan.hlo.between_slices import BETWEEN, PERMUTE, Sent, is_send, sent_collective
 from meshtrain.plan.hlo.flops import attention_kernel
 from meshtrain.plan.hlo.parse import Instruction, Program
 from meshtrain.plan.hlo.products import first_group, is_product
 from meshtrain.plan.hlo.replica_groups import axes_of, replica_groups
 from meshtrain.plan.hlo.shapes import num_bytes, parts
-from meshtrain.sharding.ring import wire_share
 from meshtrain.sharding.rules import CONTEXT, EXPERT, TENSOR
 
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "collective-permute", "all-to-all", "collective-broadcast")

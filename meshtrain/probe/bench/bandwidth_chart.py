@@ -3,12 +3,11 @@
 from typing import TYPE_CHECKING
 
 from meshtrain.cli.tables import format_bytes
-from meshtrain.hardware.links import OPERATIONS
+from meshtrain.hardware.links import OPERATIONS, wire_share
 from meshtrain.observe.charts import COLOURS
 from meshtrain.probe.bench.measurements import SIMULATED
 from meshtrain.probe.bench.sweep import Sweep
 from meshtrain.probe.bench.timed import Timed
-from meshtrain.sharding.ring import wire_share
 
 if TYPE_CHECKING:  # imported in functions, because the import takes half a second
     from matplotlib.axes import Axes

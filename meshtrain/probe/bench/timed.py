@@ -17,9 +17,9 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from meshtrain.hardware.links import wire_share
 from meshtrain.launch import peers
 from meshtrain.probe.bench.operations import base, expected, operation, shift
-from meshtrain.sharding.ring import wire_share
 
 NUM_ROUNDS = 7
 _MOST_REPEATS, _LEAST_REPEATS, _REPEATED_BYTES = 51, 5, 2**26  # repeats are odd: one collective, and then pairs
@@ -62,7 +62,7 @@ class Timed:
 
     @property
     def wire_bytes(self) -> float:
-        """The bytes that one device sends if the operation uses a ring; see `ring.wire_share`."""
+        """The bytes that one device sends if the operation uses a ring; see `links.wire_share`."""
         return self.num_bytes * wire_share(self.operation, self.group_size)
 
     @property

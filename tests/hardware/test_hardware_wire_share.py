@@ -2,8 +2,7 @@
 
 import pytest
 
-from meshtrain.hardware.links import RING
-from meshtrain.sharding.ring import wire_share
+from meshtrain.hardware.links import RING, wire_share
 
 pytestmark = pytest.mark.quick
 
