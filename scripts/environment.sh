@@ -3,16 +3,21 @@
 #   prepare_environment [EXTRA ...]   installs meshtrain with these extras of pyproject.toml (`cuda`: the CUDA extra for
 #                                     the NVIDIA driver, if any); sets `environment`: run "$environment/bin/python"
 #
+# The Python is that of the existing environment; for a new one the first of python3.12, python3.13 and python3 that
+# works. PyTorch (extras eval and transformers) has a package without CUDA for Python 3.11, so python3.11 comes first
+# there. Plans for GPUs (extra plan-gpu) need 3.12. PYTHON names another interpreter; if its version is not the one
+# that would be used without PYTHON, the folder's name ends in -<version>, so that several versions can coexist.
+#
+# The folder is .venv, with these exceptions. .venv-plan has the compilers for planning (extras plan-*), because with
+# them every `import jax` searches for accelerators and prints that there are none. .venv-eval has the evaluation
+# harness (extra eval), whose packages take 760 MB and need older versions of others. .venv-transformers has PyTorch
+# and the packages that read our exports (extra transformers).
+#
 # constraints.txt fixes the versions, except if the extras contain `newest` (.venv-newest), and except in .venv-eval.
-# Reads PYTHON, the interpreter to use (default: python3). The folder is .venv, with these exceptions. .venv-plan has the
-# compilers for planning (extras plan-*), because with them every `import jax` searches for accelerators and prints that
-# there are none. .venv-eval has the evaluation harness (extra eval), whose packages take 760 MB and need older versions
-# of others. .venv-transformers has PyTorch and the packages that read our exports (extra transformers).
-# If PYTHON has another version than python3, the name ends in -<version>, so that several versions can coexist.
 # shellcheck shell=bash
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-oldest_minor=11 # of Python 3; pyproject.toml says the same to pip
+oldest_minor=11 purpose=meshtrain # needs Python 3.11; pyproject.toml says the same to pip
 
 say() { printf 'meshtrain: %s\n' "$*" >&2; }
 
@@ -24,8 +29,11 @@ fail() {
 # Prints "major.minor" of an interpreter, also of Python 2; fails if it does not run.
 version_of() { "$1" -c 'import sys; sys.stdout.write("%d.%d" % sys.version_info[:2])' 2>/dev/null </dev/null; }
 
-# True for Python 3.11 and newer. Takes "major.minor".
-new_enough() { [[ $1 =~ ^3\.([0-9]+)$ ]] && ((BASH_REMATCH[1] >= oldest_minor)); }
+# True if `version` is not too old.
+new_enough() { [[ $version =~ ^3\.([0-9]+)$ ]] && ((BASH_REMATCH[1] >= oldest_minor)); }
+
+# True if `interpreter` can create virtual environments; Debian's packages of Python cannot.
+has_venv() { "$interpreter" -c 'import ensurepip, venv' 2>/dev/null </dev/null; }
 
 # Prints the newest interpreter of that name below pyenv, whose shims answer for the enabled versions only.
 below_pyenv() {
@@ -34,24 +42,42 @@ below_pyenv() {
   find "$folder/versions" -mindepth 3 -maxdepth 3 -path "*/bin/$1" 2>/dev/null | sort -V | tail -n 1 | grep .
 }
 
-# Sets `interpreter` and `version`, or ends with one line.
+# Sets `interpreter` and `version` to the Python of this name or path; fails if it does not run, also below pyenv.
 find_interpreter() {
-  interpreter=${PYTHON:-python3}
-  if ! version=$(version_of "$interpreter"); then
-    interpreter=$(below_pyenv "${PYTHON:-python3}") && version=$(version_of "$interpreter") ||
-      fail "${PYTHON:-python3} does not run; meshtrain needs Python 3.$oldest_minor or newer (PYTHON=... names another one)"
-  fi
-  if ! new_enough "$version"; then
-    local name other=""
-    for name in python3.{14,13,12,11}; do
-      version_of "$name" >/dev/null && other="; this machine has one: PYTHON=$name $0" && break
+  interpreter=$1
+  version=$(version_of "$interpreter") && return
+  interpreter=$(below_pyenv "$1") && version=$(version_of "$interpreter")
+}
+
+# Sets `interpreter` and `version` to the Python to use without PYTHON, for these extras; fails if there is none.
+default_interpreter() {
+  local names=(python3.12 python3.13 python3) name suffices
+  [[ " $* " =~ " eval "|" transformers " ]] && names=(python3.11 "${names[@]}")
+  interpreter=$environment/bin/python
+  [[ $(recorded) != installing* ]] && version=$(version_of "$interpreter") && new_enough && return
+  for suffices in has_venv true; do
+    for name in "${names[@]}"; do
+      find_interpreter "$name" && new_enough && $suffices && return
     done
-    fail "meshtrain needs Python 3.$oldest_minor or newer; ${PYTHON:-python3} is Python $version$other"
+  done
+  return 1
+}
+
+# Sets `interpreter` and `version`, or ends with one line. If PYTHON has another version than the default, adds it to
+# `environment`. Arguments: the extras.
+choose_interpreter() {
+  if [[ -z ${PYTHON:-} ]] && default_interpreter "$@"; then return; fi
+  local wanted=${PYTHON:-python3} name other=""
+  find_interpreter "$wanted" ||
+    fail "$wanted does not run; $purpose needs Python 3.$oldest_minor or newer (PYTHON=... names another one)"
+  if ! new_enough; then
+    local its_version=$version
+    for name in python3.{12,13,14,11}; do
+      find_interpreter "$name" && new_enough && other="; this machine has one: PYTHON=$name $0" && break
+    done
+    fail "$purpose needs Python 3.$oldest_minor or newer; $wanted is Python $its_version$other"
   fi
-  # An interpreter inside one of our own environments would be deleted while the environment is created.
-  if [[ $(type -P "$interpreter") == "$root"/.venv* ]]; then
-    interpreter=$("$interpreter" -c 'import sys; print(sys._base_executable)')
-  fi
+  [[ $version == "$(default_interpreter "$@" && printf %s "$version")" ]] || environment+=-$version
 }
 
 # Sets `cuda` to the extra for the NVIDIA driver, or to nothing, and prints the choice.
@@ -95,15 +121,14 @@ up_to_date() {
 }
 
 prepare_environment() {
-  find_interpreter
   environment=$root/.venv
   [[ " $* " == *" plan-"* ]] && environment+=-plan
   [[ " $* " == *" eval "* ]] && environment+=-eval
   [[ " $* " == *" transformers "* ]] && environment+=-transformers
   [[ " $* " == *" newest "* ]] && environment+=-newest
-  if [[ -n ${PYTHON:-} && $version != "$(version_of python3)" ]]; then
-    environment+=-$version
-  fi
+  # The GPU compiler fits only one version of JAX, which needs Python 3.12.
+  [[ " $* " == *" plan-gpu "* ]] && oldest_minor=12 purpose="a plan for GPUs"
+  choose_interpreter "$@"
   local base key extras=("$@")
   if [[ " $* " == *" cuda "* ]]; then
     choose_cuda
@@ -129,7 +154,11 @@ prepare_environment() {
 install() {
   local base=$1 key=$2 have extra extras record constraints=(--constraint "$root/constraints.txt")
   shift 2
-  "$interpreter" -c 'import ensurepip, venv' 2>/dev/null ||
+  # An interpreter inside one of our own environments would be deleted while the environment is created.
+  if [[ $(type -P "$interpreter") == "$root"/.venv* ]]; then
+    interpreter=$("$interpreter" -c 'import sys; print(sys._base_executable)')
+  fi
+  has_venv ||
     fail "$interpreter has no module venv; on Debian and Ubuntu: apt install python3-venv"
   have=$(recorded)
   record=$environment/meshtrain-installed
@@ -149,6 +178,11 @@ install() {
     fi
   fi
   say "installing meshtrain${extras:+[${extras// /,}]} for Python $version into ${environment#"$root"/} (once; a few minutes)"
+  if [[ $version == 3.11 ]]; then
+    local why="3.12 or newer gets fixes"
+    [[ " $extras " =~ " eval "|" transformers " ]] && why="PyTorch has a package without CUDA for it"
+    say "Python 3.11: jax 0.10.2, the last for it; $why"
+  fi
   if [[ ! -x $environment/bin/python ]]; then
     mkdir -p "$environment"
     echo installing >"$record"

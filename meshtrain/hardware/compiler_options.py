@@ -29,68 +29,51 @@ class CompilerOption:
       name: XLA's name of the option.
       value: a bool or a number, which XLA rejects as text; or the name of an enum's value.
       reason: the purpose of the option, in one line.
-      before: the first jaxlib version without this option (removed, crashing, or untested); "999" if all later versions
-        have it.
-      since: the first jaxlib version with this option; "0" if all earlier versions have it.
     """
 
     name: str
     value: XlaValue
     reason: str
-    before: str = "999"
-    since: str = "0"
 
 
-PIPELINED = {
-    "all_gather": "gathers the next layer's weights early",
-    "reduce_scatter": "scatters gradients during the next layer",
-    "all_reduce": "sums gradients during the next layer",
-}
-PIPELINED_GATHERS = ("xla_gpu_enable_pipelined_all_gather", "xla_gpu_pipeline_all_gather")
-
-# On jaxlib 0.10.2 matrix products overlap at least 90 % of FSDP's traffic with these options. jaxlib 0.12.0 has other
-# names for the pipelining options (see LARGE_GPU_OPTIONS), and its compiler aborts with the estimator.
+# The tables below are for jaxlib 0.12. Older versions, the last of which is 0.10.2 for Python 3.11, can train too, but
+# lack the options of LARGE_GPU_OPTIONS and EXPERT_GPU_OPTIONS. XLA rejects options that it does not know.
 GPU_OPTIONS = (
     CompilerOption(
         "xla_gpu_enable_latency_hiding_scheduler",
         True,
         "starts collectives early; by default, some GPUs (A100) start them late",
     ),
-    CompilerOption(
-        "xla_gpu_enable_analytical_latency_estimator",
-        True,
-        "estimates the time of collectives from their size; by default, older GPUs use a fixed guess",
-        "0.11",
-    ),
-    *(CompilerOption(f"xla_gpu_enable_pipelined_{kind}", True, why, before="0.11") for kind, why in PIPELINED.items()),
 )
 
 
-# For layers whose gradients are larger than LARGE_BYTES on a device. jaxlib 0.12 copies the carry of pipelined loops;
-# for smaller layers these copies take more time than the pipelining hides (modelled).
+# For layers whose gradients are larger than LARGE_BYTES on a device. XLA copies the carry of pipelined loops; for
+# smaller layers these copies take more time than the pipelining hides (modelled).
 LARGE_BYTES = 128 * 2**20
+PIPELINED_GATHERS = "xla_gpu_pipeline_all_gather"
+PIPELINED = {
+    PIPELINED_GATHERS: "gathers the next layer's weights early",
+    "xla_gpu_pipeline_reduce_scatter": "scatters gradients during the next layer",
+    "xla_gpu_pipeline_all_reduce": "sums gradients during the next layer",
+}
 LARGE_GPU_OPTIONS = tuple(
-    CompilerOption(f"xla_gpu_pipeline_{kind}", "COLLECTIVE_PIPELINING_MODE_ON", why, since="0.12")
-    for kind, why in PIPELINED.items()
+    CompilerOption(name, "COLLECTIVE_PIPELINING_MODE_ON", reason) for name, reason in PIPELINED.items()
 )
 
 
 # For experts on several devices, which exchange tokens between the all-gathers of weights; used together with
-# LARGE_GPU_OPTIONS. On jaxlib 0.12 `qwen3_235b_a22b` takes 13 % less time with the first and 12 % less with the second
-# option, `mixtral_8x7b` 8 % and `qwen3_30b_a3b` 7 % less with the second. On 0.10 the second makes all three slower
-# (modelled).
+# LARGE_GPU_OPTIONS. `qwen3_235b_a22b` takes 13 % less time with the first and 12 % less with the second option,
+# `mixtral_8x7b` 8 % and `qwen3_30b_a3b` 7 % less with the second (modelled).
 EXPERT_GPU_OPTIONS = (
     CompilerOption(
         "xla_gpu_enable_analytical_sol_latency_estimator",
         False,
         "starts gathers of weights early, even during an exchange of tokens",
-        since="0.12",
     ),
     CompilerOption(
         "xla_gpu_experimental_parallel_collective_overlap_limit",
         64,
         "gathers weights and scatters gradients while tokens are exchanged",
-        since="0.12",
     ),
 )
 
@@ -129,19 +112,15 @@ DETERMINISTIC_GPU_OPTIONS = (
         True,
         "deterministic: sorts rows before it adds them, and does not choose kernels by their measured time",
     ),
-    # With the first option, jaxlib 0.12 cannot compile Triton products for a GPU that is not present.
-    CompilerOption(
-        "xla_gpu_enable_triton_gemm", False, "computes products with cuBLAS, which selects the kernels", since="0.12"
-    ),
+    # With the first option, XLA cannot compile Triton products for a GPU that is not present.
+    CompilerOption("xla_gpu_enable_triton_gemm", False, "computes products with cuBLAS, which selects the kernels"),
 )
 
 
+# Up to jaxlib 0.12. In later versions the option is untested.
 CPU_OPTIONS = (
     CompilerOption(
-        "xla_cpu_copy_insertion_use_region_analysis",
-        True,
-        "updates moments in place; by default, they are copied",
-        "0.13",  # untested; an option that XLA does not know makes every compilation fail
+        "xla_cpu_copy_insertion_use_region_analysis", True, "updates moments in place; by default, they are copied"
     ),
 )
 
@@ -196,20 +175,18 @@ def options_of(
         pipeline.
       is_deterministic: whether repeated runs of a program must give bitwise equal results.
     """
-    table: tuple[CompilerOption, ...] = CPU_OPTIONS if device_kind == "cpu" else ()
-    if device_kind.startswith("NVIDIA"):
-        table = GPU_OPTIONS + joining(layer_bytes) + (LATE_GPU_OPTIONS if is_late else ())
-        table += CHUNK_GPU_OPTIONS if by_chunk else ()
+    jaxlib = tuple(int(part) for part in importlib.metadata.version("jaxlib").split(".")[:2])
+    if device_kind == "cpu":
+        return CPU_OPTIONS if jaxlib < (0, 13) else ()
+    if not device_kind.startswith("NVIDIA"):
+        return ()
+    table = GPU_OPTIONS + joining(layer_bytes) + (LATE_GPU_OPTIONS if is_late else ())
+    table += CHUNK_GPU_OPTIONS if by_chunk else ()
+    table += DETERMINISTIC_GPU_OPTIONS if is_deterministic else ()
+    if jaxlib >= (0, 12):
         table += EXPERT_GPU_OPTIONS if splits_experts else ()
         table += LARGE_GPU_OPTIONS if splits_experts or layer_bytes > LARGE_BYTES else ()
-        table += DETERMINISTIC_GPU_OPTIONS if is_deterministic else ()
-    table = table if gathers_early else tuple(option for option in table if option.name not in PIPELINED_GATHERS)
-    installed = _numbers(importlib.metadata.version("jaxlib"))
-    return tuple(one for one in table if _numbers(one.since) <= installed < _numbers(one.before))
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in version.split(".")[:2])
+    return tuple(option for option in table if gathers_early or option.name != PIPELINED_GATHERS)
 
 
 def init_compiler_options(device_kind: str) -> CompilerOptions:

@@ -131,7 +131,7 @@ class SplitLayer:
         return gradients, floating(x_cotangent)
 
 
-def _aval(var: Var) -> Any:
+def _aval(var: Var | Literal) -> Any:
     return var.aval
 
 

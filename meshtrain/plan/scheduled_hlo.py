@@ -35,7 +35,7 @@ from meshtrain.plan.cluster.clusters import GPUS, Cluster, open_cluster, parse
 from meshtrain.plan.cluster.compile import Compiled, Compiler, compile_step
 from meshtrain.plan.planner import shape_on
 
-COMPARED = ("0.10.2", "0.12.0.1")  # jax versions whose plans from dumps `scripts/bench plan_ratio` has confirmed
+COMPARED = "0.12.0.1"  # the jax version whose plans from dumps `scripts/bench plan_ratio` has confirmed
 POLL_SECONDS = 0.05
 OF_THREAD, PARAMETER, OUTPUT, MEMORY, CONSTANT = 3, 5, 7, 8, 12  # field numbers of a BufferAllocationProto
 Pickled: TypeAlias = Any  # a value sent between processes
@@ -97,14 +97,14 @@ def _with_assembly(
 def ends_early(config: Config, name: str) -> bool:
     """Returns whether steps can be compiled in other processes, which end as soon as XLA has dumped the program.
 
-    This requires a GPU cluster, one of the jax versions in `COMPARED`, and a step without an extension. JAX must not be
+    This requires a GPU cluster, the jax version `COMPARED`, and a step without an extension. JAX must not be
     initialized in this process yet, because a forked process would lack JAX's threads.
 
     Args:
       config: the configuration of the steps.
       name: the cluster's name, such as `h100:8x8`.
     """
-    compared = jax.__version__ in COMPARED and parse(name).device in GPUS and extensions.make_extension(config) is None
+    compared = jax.__version__ == COMPARED and parse(name).device in GPUS and extensions.make_extension(config) is None
     return compared and not xla_bridge.backends_are_initialized()  # a forked process would lack JAX's threads
 
 

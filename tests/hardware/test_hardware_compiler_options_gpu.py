@@ -1,6 +1,6 @@
 """Each option of the table for GPUs, tried on the installed compiler: the schedule shows what it is for.
 
-`scripts/test --plan` runs these, without a GPU; `PYTHON=python3.12 scripts/test --plan FILE` on the newer JAX.
+`scripts/test --plan` runs these, without a GPU.
 """
 
 import functools
@@ -176,12 +176,8 @@ class Trial(NamedTuple):
 
 TRIALS = {
     EARLY: Trial(GATHER, False, asynchronous, (), "a100"),
-    "xla_gpu_enable_analytical_latency_estimator": Trial(WEIGHED, False, products_beside_the_large, card="a100"),
     # It weighs an H100's collectives by size.
     "xla_gpu_enable_analytical_sol_latency_estimator": Trial(WEIGHED, True, less(products_beside_the_large)),
-    "xla_gpu_enable_pipelined_all_gather": Trial(GATHER, False, pipelined),
-    "xla_gpu_enable_pipelined_reduce_scatter": Trial(SCATTER_TWO, False, pipelined),
-    "xla_gpu_enable_pipelined_all_reduce": Trial(ADD, False, pipelined),
     "xla_gpu_pipeline_all_gather": Trial(GATHER, OFF, pipelined),
     "xla_gpu_pipeline_reduce_scatter": Trial(SCATTER_TWO, OFF, pipelined),
     "xla_gpu_pipeline_all_reduce": Trial(ADD, OFF, pipelined),

@@ -45,6 +45,7 @@ def test_cpus_are_simulated():
 def test_a_missing_compiler_is_one_line_what_to_install(text, extra, monkeypatch):
     monkeypatch.setattr(clusters.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(clusters.importlib.metadata, "version", _not_installed)
+    monkeypatch.setattr(clusters, "OLDEST_JAX", (0, 10))
     with pytest.raises(UserError, match=rf"pip install 'meshtrain\[{extra}\]'") as error:
         clusters.open_cluster(text)
     assert len(error.value.problems) == 1
@@ -56,7 +57,16 @@ def _not_installed(name):
 
 def test_a_compiler_of_another_version_is_one_line(monkeypatch):
     monkeypatch.setattr(clusters.importlib.metadata, "version", lambda name: "0.1")
+    monkeypatch.setattr(clusters, "OLDEST_JAX", (0, 10))
     with pytest.raises(UserError, match=rf"pip install jax-cuda12-pjrt=={jax.__version__}"):
+        clusters.open_cluster("h100:1x8")
+
+
+def test_an_older_jax_is_one_line(monkeypatch):
+    monkeypatch.setattr(jax, "__version__", "0.10.2")
+    monkeypatch.setattr(jax, "__version_info__", (0, 10, 2))
+    said = "'h100:1x8' with jax 0.10.2; allowed: jax 0.12 or newer, .*; nearest: PYTHON=python3.12 scripts/plan$"
+    with pytest.raises(UserError, match=said):
         clusters.open_cluster("h100:1x8")
 
 

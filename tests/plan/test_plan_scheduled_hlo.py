@@ -137,13 +137,13 @@ def test_what_was_not_compared_is_compiled_whole(small, monkeypatch):
     assert scheduled_hlo.start_compiling(config, "v5e:1x2") is compiling.compile_step
     grouped = small({"data": 2}, local_steps=LocalStepsOptions(period=10, groups=2))
     assert scheduled_hlo.start_compiling(grouped, "h100:1x2") is compiling.compile_step
-    monkeypatch.setattr(scheduled_hlo, "COMPARED", ("0.11.2",))
+    monkeypatch.setattr(scheduled_hlo, "COMPARED", "0.11.2")
     assert scheduled_hlo.start_compiling(config, "h100:1x2") is compiling.compile_step
 
 
 RUN = (
     "import sys; from meshtrain.plan import __main__, scheduled_hlo; scheduled_hlo.GPUS = ('cpu',); "
-    "scheduled_hlo.COMPARED = ('{}',); {}"
+    "scheduled_hlo.COMPARED = '{}'; {}"
 )
 WORDS = ("--cluster=cpu:2", "--config.mesh.data=2", "--config.batch_size=4", "--config.model.embed_dim=64",
          "--config.sequence_length=16")  # fmt: skip
@@ -170,7 +170,7 @@ import jax
 from meshtrain.config.schema import Config
 from meshtrain.plan import scheduled_hlo
 from tests.plan.test_plan_scheduled_hlo import halved
-scheduled_hlo.GPUS, scheduled_hlo.COMPARED = ("cpu",), (jax.__version__,)
+scheduled_hlo.GPUS, scheduled_hlo.COMPARED = ("cpu",), jax.__version__
 call = scheduled_hlo.server(Config(), "cpu:2")
 assert jax.devices() and scheduled_hlo.server(Config(), "cpu:2") is None
 print([call(halved, number) for number in (4, 3)])

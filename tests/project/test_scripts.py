@@ -13,6 +13,7 @@ PYTHON = """#!/bin/bash
 case "$*" in
   *version_info*) printf %s "${FAKE_VERSION:-3.11}" ;;
   *"import ensurepip, venv"*) exit "${FAKE_NO_VENV:-0}" ;;
+  *_base_executable*) printf %s "$FAKE_BASE" ;;
   "-I -m venv "*) mkdir -p "$4/bin" && cp "$0" "$4/bin/python" && echo "venv $4" >>"$FAKE_LOG" ;;
   *"-m pip install"*" $FAKE_CONSTRAINTS --editable "*) echo "pip ${!#}" >>"$FAKE_LOG"; exit "${FAKE_PIP:-0}" ;;
   *"-m pip install"*) echo "newest ${!#}" >>"$FAKE_LOG"; exit "${FAKE_PIP:-0}" ;;
@@ -20,7 +21,8 @@ case "$*" in
 esac
 """
 PROGRAMS = "bash cat cut dirname env find flock grep mkdir cp rm sha256sum sort tail timeout"
-PYTHON_3_12 = PYTHON.replace("${FAKE_VERSION:-3.11}", "3.12")
+PYTHON_3_12, PYTHON_3_13 = (PYTHON.replace("${FAKE_VERSION:-3.11}", version) for version in ("3.12", "3.13"))
+NOTICE = "meshtrain: Python 3.11: jax 0.10.2, the last for it; 3.12 or newer gets fixes\n"
 
 
 class Machine:
@@ -50,6 +52,7 @@ class Machine:
             env={
                 "PATH": str(self.bin),
                 "FAKE_LOG": str(self.log),
+                "FAKE_BASE": str(self.bin / "python3"),
                 "FAKE_CONSTRAINTS": str(self.root / "constraints.txt"),
                 **environment,
             },
@@ -74,14 +77,67 @@ def test_the_first_start_installs_and_the_second_only_runs(machine):
         f"pip {machine.root}",
         "run -m meshtrain train --config=a b.py --x",
     ]
-    assert said.count("\n") == 1, said
-    assert "into .venv" in said
+    first, notice = said.splitlines(keepends=True)
+    assert "for Python 3.11 into .venv (" in first
+    assert notice == NOTICE
+    assert 'jax==0.10.2 ; python_version < "3.12"\n' in (ROOT / "constraints.txt").read_text()
     assert machine.run("train", "--y") == (0, "", ["run -m meshtrain train --y"])
 
 
-def test_another_python3_makes_the_environment_afresh(machine):
+def test_an_environment_keeps_its_python(machine):
     machine.run("train")
-    assert f"venv {machine.root}/.venv" in machine.run("train", FAKE_VERSION="3.13")[2]
+    machine.program("python3.12", PYTHON_3_12)
+    assert machine.run("train") == (0, "", ["run -m meshtrain train"])
+    code, said, calls = machine.run("report", "runs/a")  # one more package, into the same environment
+    assert (code, calls[0], NOTICE in said) == (0, f"pip {machine.root}[report]", True)
+    (machine.root / ".venv" / "bin" / "python").unlink()
+    assert machine.run("train")[2][0] == f"venv {machine.root}/.venv"
+    assert "python3.12 " in (machine.root / ".venv" / "meshtrain-installed").read_text()
+
+
+@pytest.mark.parametrize(
+    ("programs", "version"),
+    [
+        ({"python3.12": PYTHON_3_12, "python3.13": PYTHON_3_13}, "3.12"),
+        ({"python3.12": "#!/bin/bash\nexit 127\n", "python3.13": PYTHON_3_13}, "3.13"),
+        ({"python3.12": PYTHON_3_12.replace("${FAKE_NO_VENV:-0}", "1")}, "3.11"),
+        ({"python3.14": PYTHON.replace("${FAKE_VERSION:-3.11}", "3.14")}, "3.11"),
+    ],
+)
+def test_python_3_12_is_used_before_others(machine, programs, version):
+    for name, text in programs.items():
+        machine.program(name, text)
+    _, said, calls = machine.run("train")
+    assert calls[0] == f"venv {machine.root}/.venv"
+    assert f"for Python {version} into .venv (" in said
+    assert (NOTICE in said) == (version == "3.11")
+
+
+def test_plans_for_gpus_need_python_3_12(machine):
+    code, said, calls = machine.run("plan", "--cluster=h100:8x8")
+    assert (code, calls) == (2, [])
+    assert said == "meshtrain: error: a plan for GPUs needs Python 3.12 or newer; python3 is Python 3.11\n"
+    assert machine.run("plan", "--cluster=v5e:4x4")[0] == 0  # into .venv-plan
+    for name, text in {"python3.11": PYTHON, "python3.12": PYTHON_3_12}.items():
+        machine.program(name, text)
+    code, said, calls = machine.run("plan", "--cluster=h100:8x8", PYTHON="python3.11")
+    assert (code, calls, said.count("\n")) == (2, [], 1)
+    assert "python3.11 is Python 3.11; this machine has one: PYTHON=python3.12 " in said
+    assert machine.run("plan", "--cluster=h100:8x8")[2][:2] == [
+        f"venv {machine.root}/.venv-plan",
+        f"pip {machine.root}[plan-gpu]",
+    ]
+
+
+def test_pytorch_comes_with_python_3_11(machine):
+    machine.program("python3.11", PYTHON)
+    machine.program("python3.12", PYTHON_3_12)
+    _, said, calls = machine.run("test", "--eval")
+    assert calls[:2] == [f"venv {machine.root}/.venv-eval", f"newest {machine.root}[dev,eval]"]
+    assert said.splitlines()[1:] == [
+        "meshtrain: Python 3.11: jax 0.10.2, the last for it; PyTorch has a package without CUDA for it"
+    ]
+    assert f"venv {machine.root}/.venv-eval-3.12" in machine.run("test", "--eval", PYTHON="python3.12")[2]
 
 
 @pytest.mark.parametrize("version", ["2.7", "3.10"])
@@ -92,10 +148,10 @@ def test_an_older_python_gets_one_line(machine, version):
 
 
 def test_an_older_python_beside_a_newer_one_names_it(machine):
-    machine.program("python3.12", PYTHON_3_12)
+    machine.program("python3.11", PYTHON.replace("${FAKE_VERSION:-3.11}", "3.11"))
     code, said, _ = machine.run("train", FAKE_VERSION="3.9")
     assert code == 2
-    assert "PYTHON=python3.12 " in said
+    assert "PYTHON=python3.11 " in said
     assert said.count("\n") == 1
 
 
@@ -110,16 +166,16 @@ def test_no_python_and_no_venv_module_get_one_line_each(machine):
 
 
 def test_another_python_has_a_folder_of_its_own_and_runs_no_linters(machine):
+    machine.program("python3.13", PYTHON_3_13)
     machine.program("python3.12", PYTHON_3_12)
-    code, _, calls = machine.run("test", PYTHON="python3.12")
+    code, _, calls = machine.run("test", PYTHON="python3.13")
     assert code == 0
     assert calls == [
-        f"venv {machine.root}/.venv-3.12",
+        f"venv {machine.root}/.venv-3.13",
         f"pip {machine.root}[dev]",
         "run -m pytest -n 2 --dist loadgroup",
     ]
-    machine.program("python3.11", PYTHON)
-    assert f"venv {machine.root}/.venv" in machine.run("test", "x", PYTHON="python3.11")[2]
+    assert f"venv {machine.root}/.venv" in machine.run("test", "x", PYTHON="python3.12")[2]
 
 
 def test_a_python_that_only_pyenv_knows_is_found(machine):
@@ -139,7 +195,11 @@ def test_a_python_that_only_pyenv_knows_is_found(machine):
     }.items():
         path.write_text(PYTHON.replace("${FAKE_VERSION:-3.11}", version))
         path.chmod(0o755)
-    assert f"venv {machine.root}/.venv-3.12" in machine.run("test", "x", PYTHON="python3.12")[2]
+    _, said, calls = machine.run("train")
+    assert calls[0] == f"venv {machine.root}/.venv"
+    assert "for Python 3.12 " in said
+    machine.program("python3.13", PYTHON_3_13)
+    assert f"venv {machine.root}/.venv-3.13" in machine.run("test", "x", PYTHON="python3.13")[2]
 
 
 def test_what_depends_on_jax_is_there(machine):
@@ -147,6 +207,11 @@ def test_what_depends_on_jax_is_there(machine):
     [call] = [call for call in machine.run("test", "--jax", "-x")[2] if call.startswith("run")]
     assert call.startswith("run -m pytest -n 2 --dist loadgroup tests/parity/")
     assert call.endswith(" -x")
+    assert machine.run("test", "--newest", "-x")[2] == [
+        f"venv {machine.root}/.venv-newest",
+        f"newest {machine.root}[dev]",
+        call,
+    ]
     for name in (word for word in call.split() if word.startswith("tests/")):
         path, _, function = name.partition("[")[0].partition("::")
         assert (ROOT / path).exists(), path

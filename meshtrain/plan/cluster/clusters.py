@@ -23,6 +23,7 @@ from meshtrain.hardware.accelerators import Accelerator, find
 from meshtrain.hardware.compiler_options import capture_stderr
 from meshtrain.launch import distributed
 
+OLDEST_JAX = (0, 12)  # that plans for GPUs: the compiler options are for this version
 GPU_PLUGINS = ("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13")
 TARGETS = Path(__file__).parents[1] / "targets"
 GPUS = ("a100", "h100", "h200", "b200")
@@ -177,6 +178,15 @@ def _capability(target: str) -> tuple[int, int]:
 
 
 def _require_gpu_compiler(text: str) -> None:
+    if jax.__version_info__ < OLDEST_JAX:
+        raise UserError(
+            Problem(
+                "--cluster",
+                got=f"'{text}' with jax {jax.__version__}",
+                allowed="jax 0.12 or newer, which needs Python 3.12",
+                nearest="PYTHON=python3.12 scripts/plan",
+            )
+        )
     for number in (12, 13):
         package = f"jax-cuda{number}-pjrt"
         try:
