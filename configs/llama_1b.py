@@ -24,7 +24,8 @@ def get_config() -> ml_collections.ConfigDict:
     config.sequence_length = 8192
     config.accumulation_steps = 4
     config.eval_every = 1000
-    config.remat.policy = "full"
+    config.remat.policy = "none"
+    config.remat.unroll = True
     config.model.num_layers = 16
     config.model.embed_dim = 2048
     config.model.mlp_dim = 8192

@@ -21,7 +21,7 @@ from meshtrain.observe.progress import phase
 from meshtrain.plan import arguments, planner, scheduled_hlo, text_report
 from meshtrain.plan.cluster import clusters
 from meshtrain.plan.cluster.compile_thread import waiting_for
-from meshtrain.plan.search import changes, ranking
+from meshtrain.plan.search import changes, faster, ranking
 from meshtrain.plan.timing import streams
 from meshtrain.plan.timing.streams import Assumptions
 from meshtrain.sharding.rules import AXES
@@ -61,6 +61,8 @@ def main(argv: Sequence[str]) -> int:
         what = f"compiling for {given.cluster}"
         made = waiting_for(what, lambda: planner.plan(config, shape, cluster, assumptions, measured, compiled_by))
         say(given.cluster)
+    if not given.calibrate:
+        made = faster.with_faster(made)
     print(f"\n{text_report.text(made)}")
     if made.memory.fits is False:
         print(f"\n{changes.text(made)}", flush=True)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -11,6 +11,8 @@ from meshtrain.assembly.assemble import Assembly
 from meshtrain.cli.tables import format_bytes
 from meshtrain.config import tasks, unused_options
 from meshtrain.config.mesh_checks import num_microbatches
+from meshtrain.config.schema import Config
+from meshtrain.config.smaller import Change
 from meshtrain.errors import divisors
 from meshtrain.hardware.accelerators import DEFAULT_MEMORY_FRACTION, FRACTION_VARIABLE, POOL_FRACTION
 from meshtrain.models.attention.select import APART
@@ -22,7 +24,7 @@ from meshtrain.plan.cost.lower_bound import FSDP, idle_share, reduced_and_scatte
 from meshtrain.plan.cost.memory import Memory
 from meshtrain.plan.hlo.collectives import Traffic, along
 from meshtrain.plan.planner import Plan
-from meshtrain.plan.timing.streams import Assumptions, bandwidth
+from meshtrain.plan.timing.streams import Assumptions, Sending, bandwidth
 from meshtrain.sharding.mesh import advice
 from meshtrain.sharding.reduction import Transfers
 from meshtrain.sharding.rules import CONTEXT, DATA, EXPERT, PIPELINE
@@ -33,6 +35,7 @@ MATTERS_SHARE = 0.1  # of the bytes that a device sends along all axes
 LITTLE_OVERLAP = 0.5  # share of the bytes sent
 ADDED = 0.02  # share of the traced FLOPs
 MUCH_IDLE = 0.15  # share of a pipeline's clock ticks
+UNROLLED: Change = {"remat.policy": "none", "remat.unroll": True}  # compiles each layer separately, recomputes nothing
 BACKWARD_SHARE = 2 / 3  # of a microbatch's time: the share of its backward pass
 BUDGET = re.compile(r"Can't reduce memory use below ([\d.]+\w+).*?only reduced to ([\d.]+\w+)")
 
@@ -61,8 +64,8 @@ def findings(plan: Plan) -> list[Finding]:
         bound = least + (plan.idle_bytes[axis] if axis in plan.idle_bytes else 0.0)
         if axis == PIPELINE:
             bound = max(bound, plan.executor_bytes or 0.0)
-        results += _traffic(axis, bound, plan.traffic)
-    results += [*_fallbacks(plan), *_attention(plan), *microbatch_reason(plan), *layers_in_loop(assembly, plan.cluster)]
+        results += _traffic(axis, bound, plan.traffic, plan.timing.sending if plan.timing else None)
+    results += [*_fallbacks(plan), *_attention(plan), *microbatch_reason(plan), *free_memory(plan)]
     results += [Finding(what, change) for what, change in advice(assembly.mesh)]
     if plan.added_share is not None and plan.added_share > ADDED:
         results.append(
@@ -98,15 +101,42 @@ def _memory(plan: Plan) -> list[Finding]:
     return results
 
 
+def free_memory(plan: Plan) -> list[Finding]:
+    """Returns the finding that a compiled alternative is faster and fits (`Plan.faster`), else `layers_in_loop`."""
+    faster, timing, margin = plan.faster, plan.timing, plan.memory.margin_bytes
+    if faster is None or timing is None or margin is None:
+        return layers_in_loop(plan.compiled.assembly, plan.cluster)
+    again = f"{_milliseconds(plan.recomputed_seconds)} of {_milliseconds(timing.step_seconds)} ms recomputed"
+    looped = "layers run in a loop, which copies saved activations"
+    what = f"{format_bytes(margin)} free and {again if plan.recomputed_seconds else looped}"
+    change = ", ".join(f"{key}={str(value).lower()}" for key, value in faster.change.items())
+    result = f"{_milliseconds(faster.step_seconds)} ms instead of {_milliseconds(timing.step_seconds)}"
+    return [Finding(what, f"{change}: {result}, peak {format_bytes(faster.peak_bytes)} (compiled)")]
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1e3 * seconds:,.0f}" if seconds >= 0.1 else f"{1e3 * seconds:.3g}"
+
+
+def can_unroll(config: Config, shape: Mapping[str, int]) -> bool:
+    """Returns whether `UNROLLED` affects the step: a built-in task's layers run in a loop, and not in a pipeline.
+
+    Args:
+      config: the configuration.
+      shape: mesh axis -> size.
+    """
+    remat = dataclasses.replace(config.remat, policy="none", unroll=True)
+    unread = unused_options.without_effect(dataclasses.replace(config, remat=remat), shape)
+    return config.task in tasks.names() and not config.remat.unrolls and "remat.unroll" not in unread
+
+
 def layers_in_loop(assembly: Assembly, cluster: Cluster) -> list[Finding]:
     """Returns a finding if `remat.unroll=true` would avoid copies of activations; else [], as for every CPU cluster.
 
     A loop over layers copies the saved activations of each layer into arrays that are stacked over layers.
     """
     config, shape = assembly.config, dict(assembly.mesh.shape)
-    unrolled = dataclasses.replace(config, remat=dataclasses.replace(config.remat, unroll=True))
-    spares = config.task in tasks.names() and "remat.unroll" not in unused_options.without_effect(unrolled, shape)
-    if cluster.platform == "cpu" or config.remat.unroll or not spares:
+    if cluster.platform == "cpu" or config.remat.policy != UNROLLED["remat.policy"] or not can_unroll(config, shape):
         return []
     what = "layers run in a loop, which copies saved activations into arrays of all layers and back"
     return [Finding(what, "remat.unroll=true, which takes longer to compile")]
@@ -141,13 +171,17 @@ def _messages(messages: Sequence[str], remat: str) -> list[Finding]:
     return list(results.values())
 
 
-def _traffic(axis: str, bound: float, rows: Sequence[Traffic]) -> list[Finding]:
+def _traffic(
+    axis: str, bound: float, rows: Sequence[Traffic], sending: Mapping[tuple[str, str], Sending] | None = None
+) -> list[Finding]:
     """Returns findings about traffic far above its bound, and about transfers that overlap little computation.
 
     Args:
       axis: a key of `Plan.minimum`: a mesh axis, or axes joined by `+`.
       bound: lower bound of the bytes that a device sends along the axis in a step.
       rows: the collectives of the step along all axes.
+      sending: (axes, kind of collective) -> modelled seconds of its transfers. None or empty: the time is not modelled,
+        and the overlap is measured by the bytes that overlap matrix products.
     """
     mine, results = along(rows, axis), []
     sent = sum(row.wire_bytes for row in mine)
@@ -159,10 +193,17 @@ def _traffic(axis: str, bound: float, rows: Sequence[Traffic]) -> list[Finding]:
         results.append(Finding(what, "look at the sharding constraint in that line"))
     if axis in (CONTEXT, EXPERT):
         return results  # matrix products depend on an exchange before and after it, so larger microbatches do not help
-    hidden = sum(row.wire_bytes * row.overlapped_fraction for row in mine)
     of_all = sent / max(1.0, sum(row.wire_bytes for row in rows))
-    if sent > MATTERS_BYTES and of_all > MATTERS_SHARE and hidden < LITTLE_OVERLAP * sent:
+    if sent <= MATTERS_BYTES or of_all <= MATTERS_SHARE:
+        return results
+    timed = [sending[row.axis, row.kind] for row in mine] if sending else []
+    if timed:
+        total, hidden = (sum(one[index] for one in timed) for index in (0, 1))
+        what = f"only {_milliseconds(hidden)} of {_milliseconds(total)} ms of transfers along {axis} are hidden"
+    else:
+        total, hidden = sent, sum(row.wire_bytes * row.overlapped_fraction for row in mine)
         what = f"only {hidden / sent:.0%} of the bytes sent along {axis} overlap matrix products"
+    if hidden < LITTLE_OVERLAP * total:
         results.append(Finding(what, "larger microbatches, or fewer devices along this axis"))
     return results
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from meshtrain.config.schema import Config
 from meshtrain.hardware.accelerators import peak_flops_per_second
+from meshtrain.options import Values
 from meshtrain.plan.cluster.clusters import Cluster
 from meshtrain.plan.cluster.compile import Compiled, compile_step, other_programs_of, program_of
 from meshtrain.plan.cost.lower_bound import (
@@ -25,6 +26,7 @@ from meshtrain.plan.hlo.collectives import (
     traffic,
 )
 from meshtrain.plan.hlo.flops import Work, matmul_flops
+from meshtrain.plan.timing.kernels import Kernels, kernels_by_part
 from meshtrain.plan.timing.streams import Assumptions, Timing, timing
 from meshtrain.sharding.mesh import mesh_shape, over_slices
 from meshtrain.sharding.rules import DATA
@@ -51,6 +53,21 @@ class OtherProgram:
 
 
 @dataclasses.dataclass(frozen=True)
+class Faster:
+    """A change of the configuration that makes a step faster and fits in memory; it was compiled.
+
+    Attributes:
+      change: dotted key -> new value.
+      step_seconds: modelled seconds of the changed step.
+      peak_bytes: peak memory of the changed step on one device.
+    """
+
+    change: Values
+    step_seconds: float
+    peak_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
 class Plan:
     """The costs of one training step; all numbers are for one device.
 
@@ -72,6 +89,8 @@ class Plan:
         them.
       timing: modelled seconds of the step; None for CPUs and if there is no program.
       assumptions: the assumptions of the time model.
+      kernels: the kernels of the step by part of the model, longest first; empty without a timing.
+      faster: a faster configuration, see `search.faster`; None if none is known.
     """
 
     cluster: Cluster
@@ -87,6 +106,13 @@ class Plan:
     model_flops: tuple[float, float] | None
     timing: Timing | None
     assumptions: Assumptions
+    kernels: tuple[Kernels, ...] = ()
+    faster: Faster | None = None
+
+    @property
+    def recomputed_seconds(self) -> float:
+        """Modelled seconds of kernels that repeat a part of the forward pass in the backward pass; 0 if unknown."""
+        return sum(row.recomputed_seconds for row in self.kernels) * (self.timing.factor if self.timing else 1.0)
 
     @property
     def mfu(self) -> tuple[float, float, float] | None:
@@ -160,7 +186,9 @@ def plan(
     sent = collectives(program, dict(assembly.mesh.shape), over_slices(assembly.mesh)) if program else []
     rows = tuple(traffic(sent))
     modelled = None
+    kernels: tuple[Kernels, ...] = ()
     if program and cluster.accelerator:
+        kernels = kernels_by_part(program, cluster.accelerator, assumptions)
         modelled = timing(assembly.mesh, cluster, program, assumptions, measured_seconds)
     by_chunk = assembly.placed.program is not None and assembly.placed.program.reduces_chunks
     least, least_count = wire_bytes_minimum(assembly), 1 if by_chunk else 2
@@ -178,6 +206,7 @@ def plan(
         model_flops=model_flops(assembly),
         timing=modelled,
         assumptions=assumptions,
+        kernels=kernels,
     )
 
 

@@ -17,11 +17,12 @@ from meshtrain.sharding.rules import CONTEXT, DATA, PIPELINE, TENSOR
 
 VERDICTS = {True: "fits", False: "DOES NOT FIT", None: "may fit, too close to decide"}
 UNKNOWN = "not known"
+SMALL_PART = 0.01  # parts with a smaller share of the computation are left out of the table of kernels
 
 
 def text(plan: Plan) -> str:
     """Returns the complete report of a plan as text."""
-    parts = (_title, _memory, _communication, _others, _compute, _time, _options, _findings)
+    parts = (_title, _memory, _communication, _others, _compute, _time, kernels, _options, _findings)
     return "\n\n".join(shown for part in parts if (shown := part(plan)))
 
 
@@ -239,6 +240,8 @@ def _time(plan: Plan) -> str:
         ("all computation", f"{timing.compute_seconds * timing.factor:.3g} s"),
         ("all transfers", f"{timing.wire_seconds * timing.factor:.3g} s"),
     ]
+    if plan.recomputed_seconds:
+        rows.append(("recomputed", f"{1e3 * plan.recomputed_seconds:,.3g} ms, the forward pass repeated"))
     if plan.compiled.assembly.placed.program is not None:
         idle = idle_share(plan.compiled.assembly)
         rows.append(("bubble", f"{idle:.1%} of a stage's clock ticks are idle; included in the step"))
@@ -248,6 +251,25 @@ def _time(plan: Plan) -> str:
     of_model = plan.assumptions.lines(accelerator, plan.cluster.num_slices)
     lines = [f"assumed: {line}" for line in [*of_model, ends, how]] + link_lines(timing.links)
     return "\n".join([align(marked, ("time", "a step", "")), *(f"  {line}" for line in lines)])
+
+
+def kernels(plan: Plan) -> str:
+    """Returns the largest parts of the step's kernels as a table; "" if the time is not modelled."""
+    total = sum(row.seconds for row in plan.kernels)
+    rows = [
+        (
+            row.part,
+            f"{row.count:,.0f}",
+            f"{1e3 * row.seconds:,.3g} ms",
+            f"{1e3 * row.recomputed_seconds:,.3g} ms" if row.recomputed_seconds else "-",
+            f"{row.moved_bytes / 1e9:,.3g} GB",
+            f"{row.minimum_bytes / 1e9:,.3g} GB",
+        )
+        for row in plan.kernels
+        if row.seconds > SMALL_PART * total
+    ]
+    header = ("kernels of", "a step", "time, modelled", "recomputed", "moved", "each array once")
+    return align(rows, header, "<>>>>>") if rows else ""
 
 
 def _options(plan: Plan) -> str:
@@ -320,7 +342,10 @@ def to_json(plan: Plan) -> JsonObject:
             "calibration_factor": timing and timing.factor,
             "assumptions": timing and dataclasses.asdict(plan.assumptions),
             "links": timing and _links_json(timing),
+            "recomputed_seconds": timing and plan.recomputed_seconds,
+            "kernels": [dataclasses.asdict(row) for row in plan.kernels],
         },
+        "faster": plan.faster and dataclasses.asdict(plan.faster),
         "compiler_options": dict(plan.compiled.options),
         "compiler_options_added": dict(plan.compiled.added_options),
         "attention": plan.compiled.attention,

@@ -44,23 +44,34 @@ PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "meshtrain")
 KERNELS = {"xla": "", "cudnn": "gpu", "triton": "gpu", "blockwise": "", "splash": "tpu"}
 NO_GRADIENT = "key_bias"  # a softmax does not change if all its scores change equally
 ONE = ["--config.mesh.data=1", "--config.mesh.fsdp=1", "--config.observe.tensorboard=no"]
+GPT_LARGE, LLAMA_LARGE = "gpt2_124m of 65,536 tokens a step", "llama_1b of 16,384 tokens a step"
 LONG, MIXTURE, FP8 = "llama_1b of 8,192 tokens", "qwen3_30b_a3b of 3 layers", "llama_1b in fp8"
+CUT_MIXTURE = "qwen3_30b_a3b of 3 layers and 1/16 of the vocabulary"
+UNROLLED = ["--config.remat.policy=none", "--config.remat.unroll=yes"]
+GPT = ["--config=configs/gpt2_124m.py", *ONE, "--config.accumulation_steps=1"]
 # Plain JAX writes all scores of attention, its Llama has an untied head, and it recomputes nothing.
+LLAMA = [
+    "--config=configs/llama_1b.py", *ONE, *UNROLLED, "--config.sequence_length=2048",
+    "--config.accumulation_steps=1", "--config.model.tied_embeddings=no",
+    "--config.model.rope.base=10000", "--config.model.rope.factor=1",
+]  # fmt: skip
 MODELS = {
-    "gpt2_124m": ["--config=configs/gpt2_124m.py", *ONE, "--config.batch_size=16", "--config.accumulation_steps=1"],
-    "llama_1b": [
-        "--config=configs/llama_1b.py", *ONE, "--config.batch_size=2", "--config.sequence_length=2048",
-        "--config.accumulation_steps=1", "--config.remat.policy=none", "--config.model.tied_embeddings=no",
-        "--config.model.rope.base=10000", "--config.model.rope.factor=1",
-    ],
+    "gpt2_124m": [*GPT, "--config.batch_size=16"],
+    # The batch of llm.c on one of its eight cards.
+    GPT_LARGE: [*GPT, "--config.batch_size=64"],
+    "llama_1b": [*LLAMA, "--config.batch_size=2"],
+    # With 4,096 tokens a step, the optimizer takes a fifth of the step.
+    LLAMA_LARGE: [*LLAMA, "--config.batch_size=8"],
     # The share of one of the configuration's eight devices; plain JAX needs too much memory for it.
-    LONG: ["--config=configs/llama_1b.py", *ONE, "--config.batch_size=8"],
+    LONG: ["--config=configs/llama_1b.py", *ONE, *UNROLLED, "--config.batch_size=8"],
     # All 128 experts of each layer, with 2,048 rows for each expert.
     MIXTURE: [
-        "--config=configs/qwen3_30b_a3b.py", *ONE, "--config.mesh.expert=1", "--config.batch_size=8",
+        "--config=configs/qwen3_30b_a3b.py", *ONE, *UNROLLED, "--config.mesh.expert=1", "--config.batch_size=8",
         "--config.model.num_layers=3",
     ],
 }  # fmt: skip
+# 3 of 48 layers with the complete vocabulary spend 40 % of the time in the head, so this model has 3 / 48 of both.
+MODELS[CUT_MIXTURE] = [*MODELS[MIXTURE], "--config.model.vocab_size=9496"]
 MODELS[FP8] = [*MODELS["llama_1b"], "--config.precision.policy=fp8"]
 TINY = [
     *(f"--config.model.{name}={size}" for name, size in (("num_layers", 1), ("embed_dim", 64), ("mlp_dim", 128))),

@@ -22,6 +22,7 @@ from meshtrain.plan.hlo.collectives import Collective, Traffic, collectives, sen
 from meshtrain.plan.timing.streams import (
     Assumptions,
     Hidden,
+    Sending,
     Streams,
     _ends,
     bandwidth,
@@ -224,6 +225,15 @@ def test_unhidden_traffic_is_a_finding():
     (found,) = findings._traffic("fsdp", 1e9, [row("fsdp", 1e9, overlapped=0.1)])
     assert found.what.startswith("only 10%")
     assert findings._traffic("context", 1e9, [row("context", 1e9, overlapped=0.1)]) == []
+
+
+def test_hidden_seconds_decide_whether_traffic_is_a_finding():
+    """Transfers hide behind other kernels than matrix products as well."""
+    rows = [row("data", 1e9, overlapped=0.04)]
+    sending = {("data", "all-gather"): Sending(6e-3, 4e-3)}
+    assert findings._traffic("data", 1e9, rows, sending) == []
+    (found,) = findings._traffic("data", 1e9, rows, {("data", "all-gather"): Sending(6e-3, 1e-3)})
+    assert found.what == "only 1 of 6 ms of transfers along data are hidden"
 
 
 def test_the_compilers_warnings_are_findings():

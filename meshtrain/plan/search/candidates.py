@@ -13,6 +13,7 @@ from meshtrain.hardware.accelerators import usable_bytes
 from meshtrain.pipeline.schedules import SEARCHED
 from meshtrain.plan.cluster.clusters import Cluster
 from meshtrain.plan.cost.context_sizes import sizes_to_try
+from meshtrain.plan.findings import UNROLLED, can_unroll
 from meshtrain.plan.search.estimate import Weights, estimate_bytes, estimate_seconds, placement_problems, weights_of
 from meshtrain.sharding.param_sharding import MAX_LEVEL, num_parts
 from meshtrain.sharding.rules import AXES, CONTEXT, DATA, EXPERT, default_rules, model_axes, partitioned_axes
@@ -137,7 +138,7 @@ def ways(config: Config, shape: dict[str, int], *, only_mesh: bool, has_experts:
     """Yields the changes to try on one mesh: each sets the mesh, microbatches, remat policy and pipeline schedule.
 
     With experts, a single microbatch with all sequences is tried too: weights of experts are large compared to the work
-    of a token, and are gathered for each microbatch.
+    of a token, and are gathered for each microbatch. Without recomputation, layers are unrolled.
 
     Args:
       config: the configuration to vary.
@@ -158,8 +159,10 @@ def ways(config: Config, shape: dict[str, int], *, only_mesh: bool, has_experts:
     if shape["pipeline"] == 1:
         sizes = (1, 2, 4, sequences) if has_experts else (1, 2, 4)
         counts = dict.fromkeys(nearest_divisor(sequences, sequences // each or 1) for each in sizes)
+        unrolled = {"remat.unroll": True} if can_unroll(config, shape) else {}
         for parts, policy in itertools.product(counts, ("none", *less_kept)):
-            yield {**mesh, "accumulation_steps": parts, "remat.policy": policy}
+            loop = unrolled if policy == UNROLLED["remat.policy"] else {}
+            yield {**mesh, "accumulation_steps": parts, "remat.policy": policy, **loop}
         return
     most = (min(sequences, a_stage * shape["pipeline"]) for a_stage in MICROBATCHES_A_STAGE)
     counts = dict.fromkeys(nearest_divisor(sequences, number) for number in most)

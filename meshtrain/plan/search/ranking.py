@@ -152,9 +152,9 @@ def describe(one: Candidate) -> str:
     mesh = sizes_text(one.shape) or "one device"
     short = {"accumulation_steps": "accumulation", "pipeline.num_microbatches": "microbatches"}
     rest = [
-        f"{short[key]} {value}" if key in short else str(value)
+        f"{short[key]} {value}" if key in short else "unrolled" if value is True else str(value)
         for key, value in one.change.items()
-        if key in short or key in ("remat.policy", "pipeline.schedule")
+        if key in short or key in ("remat.policy", "remat.unroll", "pipeline.schedule")
     ]
     return ", ".join([mesh, *rest])
 

@@ -42,6 +42,7 @@ from meshtrain.sharding.mesh import first_slice, over_slices
 
 FREE = ("parameter", "tuple", "get-tuple-element", "bitcast", "constant", "iota", "partition-id", "opt-barrier",
         "after-all", "recv")  # fmt: skip
+CALLS = ("while", "call", "conditional", "async-start")
 # Rows x columns of a tile -> its speed relative to the largest tile. An assumption: operands are read again for each
 # tile, so a tile of 64 x 64 reads almost three times the bytes for the same work.
 TILES = {(256, 128): 1.0, (128, 256): 1.0, (128, 128): 0.92, (128, 64): 0.75, (64, 128): 0.75, (64, 64): 0.55}
@@ -372,11 +373,11 @@ class Streams:
                     now = free[wire]
             elif line.opcode.endswith("-done"):
                 now = max([now, *(ends[operand] for operand in line.operands if operand in ends)])
-            elif line.opcode in ("while", "call", "conditional", "async-start"):
+            elif line.opcode in CALLS:
                 total, inner_computed, inner_sent = self._called(name, line)
                 now, computed, sent = now + total, computed + inner_computed, sent + inner_sent
             elif line.opcode not in FREE:
-                seconds, inner_sent = self._work(line, shapes)
+                seconds, inner_sent = self.operation(line, shapes)
                 together = seconds + inner_sent if self.hidden is Hidden.NONE else max(seconds, inner_sent)
                 now, computed, sent = now + together, computed + seconds, sent + inner_sent
         return max(now, *free.values()), computed, sent
@@ -389,7 +390,7 @@ class Streams:
             total, computed, sent = total + times * inner[0], computed + times * inner[1], sent + times * inner[2]
         return total, computed, sent
 
-    def _work(self, line: Instruction, shapes: Mapping[str, str]) -> tuple[float, float]:
+    def operation(self, line: Instruction, shapes: Mapping[str, str]) -> tuple[float, float]:
         """Returns the (computing, communicating) seconds of one operation; a TPU's fusion may contain a transfer.
 
         Args:
