@@ -137,8 +137,8 @@ def _minima(kernels: list[_Kernel], body: list[Instruction], shapes: Mapping[str
     """
     by_name, maker = {kernel.line.name: kernel for kernel in kernels}, dict[str, str]()
     for line in body:  # in execution order, so operands come first
-        is_view = line.opcode in VIEWS and line.operands
-        maker[line.name] = maker.get(line.operands[0], line.operands[0]) if is_view else line.name
+        viewed = line.operands[0] if line.opcode in VIEWS and line.operands else ""
+        maker[line.name] = maker[viewed] if viewed in maker else line.name
     chain = {name: name for name in by_name}
 
     def chain_of(name: str) -> str:
@@ -150,10 +150,10 @@ def _minima(kernels: list[_Kernel], body: list[Instruction], shapes: Mapping[str
     for line in body:
         for array in dict.fromkeys(line.operands):
             users[array] += [line.name] if line.opcode not in VIEWS else []
-            source = by_name.get(maker[array]) if array in maker else None
-            kernel = by_name.get(line.name)
-            if kernel and source and source.chain_key == kernel.chain_key:
-                chain[chain_of(line.name)] = chain_of(source.line.name)
+            source = maker[array] if array in maker else ""
+            are_kernels = line.name in by_name and source in by_name
+            if are_kernels and by_name[line.name].chain_key == by_name[source].chain_key:
+                chain[chain_of(line.name)] = chain_of(source)
     result: dict[str, float] = collections.defaultdict(float)
     read = set[tuple[str, str]]()
     for kernel in kernels:
