@@ -4,7 +4,6 @@ R: rows of all experts, E: experts, D, F: dims of an expert's weight.
 """
 
 import functools
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,11 +16,13 @@ from meshtrain.launch import distributed
 from meshtrain.models.attention import dot_product
 from meshtrain.models.attention.attention import Attention
 from meshtrain.models.moe import grouped_matmul
-from scripts.benchmarks.attention import HEAD_DIM, NUM_HEADS, NUM_KV_HEADS, WAYS
+from scripts.benchmarks.attention import HEAD_DIM, NUM_HEADS, NUM_KV_HEADS, WAYS, seconds
 
-ATTENTION = {"cudnn": functools.partial(dot_product.attend, how="cudnn")} | WAYS
+# `flex` is measured by `scripts/bench attention --measure`, with documents.
+ATTENTION = {"cudnn": functools.partial(dot_product.attend, how="cudnn")} | {
+    way: attend for way, attend in WAYS.items() if way != "flex"
+}
 WITHOUT_KERNEL = ("xla", "blockwise")  # implementations that every device has
-NUM_CALLS = 20
 BLOCK_ROWS = 128
 
 
@@ -52,17 +53,6 @@ def rates(tiny: bool, before: Mapping[str, Any]) -> JsonObject:
 def normal(*shape: int) -> jax.Array:
     """Returns random bfloat16 of this shape; zeros would take less power and make products faster."""
     return jax.random.normal(jax.random.key(len(shape)), shape, jnp.bfloat16)
-
-
-def seconds(function: Callable[..., Any], *arguments: jax.Array) -> float:
-    """Returns the seconds of a call: the time of several queued calls divided by their number."""
-    call = jax.jit(function).lower(*arguments).compile()
-    jax.block_until_ready([call(*arguments) for _ in range(3)])
-    began = time.perf_counter()
-    for _ in range(NUM_CALLS):
-        result = call(*arguments)
-    jax.block_until_ready(result)
-    return (time.perf_counter() - began) / NUM_CALLS
 
 
 def attention_rate(attend: Callable[..., jax.Array], length: int) -> float:

@@ -9,7 +9,7 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 
 from meshtrain.errors import UserError
-from meshtrain.models.attention import blockwise, dot_product, splash, triton
+from meshtrain.models.attention import blockwise, dot_product, flex, splash, triton
 from meshtrain.models.attention.attention import Attention
 from meshtrain.models.remat import HEADS, checkpoint_policy
 from meshtrain.sharding.placement import Placement
@@ -21,6 +21,7 @@ KERNELS = {
     "triton": (triton.attend, {"name": HEADS, "interpret": True}),
     "xla": (dot_product.attend, {"how": "xla"}),
     "cudnn": (dot_product.attend, {"how": "cudnn"}),
+    "flex": (flex.attend, {"name": HEADS}),
 }
 TRACED = {"blockwise": blockwise.TRACED_NAME, "triton": "mha_forward"}  # of a forward pass
 
@@ -78,17 +79,18 @@ ALL = {"causal": False}
 CASES = {
     # Lengths, key heads, whether documents are masked, options, and who computes it.
     "whole": ((256, 256), 2, False, {}, ("blockwise", "splash")),
-    "padded": ((200, 200), 1, False, {"scalar": 4}, ("splash", "triton", "xla", "cudnn")),
-    "documents": ((200, 200), 1, True, {}, ("blockwise", "splash", "triton", "cudnn")),
-    "window": ((300, 300), 2, True, {"window": 100}, ("blockwise", "xla", "cudnn")),
+    "padded": ((200, 200), 1, False, {"scalar": 4}, ("splash", "triton", "xla", "cudnn", "flex")),
+    "documents": ((200, 200), 1, True, {}, ("blockwise", "splash", "triton", "cudnn", "flex")),
+    "window": ((300, 300), 2, True, {"window": 100}, ("blockwise", "xla", "cudnn", "flex")),
     "blocks outside of a window": ((600, 600), 2, True, {"window": 150}, ("splash",)),
     "a window of one block": ((600, 600), 2, False, {"window": 128}, ("splash", "xla", "cudnn")),
     "cap": ((300, 300), 4, False, {"window": 64, "cap": 5.0, "scalar": 4}, ("blockwise", "splash", "xla")),
+    "cap of documents": ((200, 200), 2, True, {"window": 64, "cap": 5.0}, ("flex",)),
     "all": ((200, 200), 4, True, ALL, ("blockwise", "triton")),
     "all, padded": ((200, 200), 2, False, ALL, ("triton",)),
     "memory": ((100, 200), 2, False, {**ALL, "cap": 5.0}, ("blockwise", "xla")),
     "memory, padded": ((200, 300), 2, False, ALL, ("splash",)),
-    "memory of documents": ((200, 300), 2, True, ALL, ("splash", "cudnn")),
+    "memory of documents": ((200, 300), 2, True, ALL, ("splash", "cudnn", "flex")),
 }
 
 
@@ -101,11 +103,17 @@ def test_a_kernel_computes_attention_and_its_gradients(case, kernel, cudnn_by_xl
         np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())
 
 
-SINKS = {"xla": 0, "blockwise": 60, "splash": 60, "triton": 0}  # kernel -> the window with which it is tried
+SINKS = {
+    "xla": 0,
+    "blockwise": 60,
+    "splash": 60,
+    "triton": 0,
+    "flex": 60,
+}  # kernel -> the window with which it is tried
 
 
 @pytest.mark.parametrize("kernel", SINKS)
-def test_sinks_take_a_part_of_each_softmax_and_get_their_gradients(kernel):
+def test_sinks_take_a_part_of_each_softmax_and_get_their_gradients(kernel, cudnn_by_xla):
     """Documents begin with tokens that see themselves alone; one head's sink takes nearly all, one's nearly nothing."""
     length, window = 200, SINKS[kernel]
     *given, cotangent = arrays(length, length, 2)

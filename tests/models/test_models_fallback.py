@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from meshtrain.models import fallback as reports
-from meshtrain.models.attention import dot_product, select, splash, triton
+from meshtrain.models.attention import dot_product, flex, select, splash, triton
 from meshtrain.models.decoder_options import MoeOptions
 from meshtrain.models.moe import grouped_matmul_gpu, grouped_matmul_tpu
 from meshtrain.models.transformer.decoder import DecoderOptions
@@ -100,15 +100,32 @@ def test_a_device_or_setting_without_a_kernel_is_reported_with_a_change_that_hel
     assert line.endswith(f"; nearest: {nearest}")
 
 
+def test_a_mask_of_documents_replaces_a_missing_kernel_at_the_cost_of_memory(monkeypatch):
+    monkeypatch.setattr(triton, "is_available", lambda: False)
+    [line] = lines(dataclasses.replace(PACKED, moe=MoeOptions()), "gpu", capability=(8, 0))
+    assert line.startswith("attention: cudnn, because cuDNN's kernel does not support documents, and ")
+    assert "with a [T, S] mask does: a mask of 2 MB for each sequence; the speed is not measured; nearest: jax" in line
+    [line] = lines(dataclasses.replace(PACKED, moe=MoeOptions()), "gpu", length=16384, capability=(8, 0))
+    assert line.startswith("attention: blockwise, ")
+
+
+def test_where_cudnn_has_a_score_function_it_is_named_as_untried(monkeypatch):
+    monkeypatch.setattr(triton, "is_available", lambda: False)
+    monkeypatch.setattr(flex, "supports", lambda capability: capability == (9, 0))
+    line = lines(PACKED, "gpu", capability=(9, 0))[0]
+    assert line.endswith(f"nearest: jax 0.12.0.1, or model.attention=cudnn, where {select.BY_SCORES}")
+
+
 def test_old_gpus_multiply_experts_in_a_loop():
     assert lines(MODEL, "gpu", capability=(7, 0))[1].startswith("experts: products by a loop over blocks, because no ")
     assert lines(MODEL, "gpu", capability=(8, 0)) == []
 
 
-def test_the_installed_jax_has_all_kernels_and_is_not_newer_than_reports_say():
+def test_the_installed_jax_has_all_kernels_and_is_not_newer_than_reports_state():
     assert all(map(select.is_available, ("cudnn", "triton", "splash")))
     assert grouped_matmul_gpu.is_available()
     assert grouped_matmul_tpu.is_available()
+    assert flex.is_available() == (jax.__version_info__ >= (0, 12))
     numbers = lambda version: tuple(map(int, version.split(".")[:3]))  # noqa: E731
     assert numbers(jax.__version__) <= numbers(reports.WITH_KERNELS.removeprefix("jax "))
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,8 @@ import pytest
 from flax.core import meta
 from jax.extend import core
 
-from meshtrain.models.attention import splash, triton
+from meshtrain.errors import UserError
+from meshtrain.models.attention import flex, select, splash, triton
 from meshtrain.models.attention.attention import Attention
 from meshtrain.models.attention.select import Case, chosen
 from meshtrain.models.decoder_options import NormOptions
@@ -95,11 +97,16 @@ ALTERNATING = {"num_layers": 2, "global_every": 2, "attention_cap": 2.0, "attent
         pytest.param(
             "triton", {"window": 0, "sinks": True}, {"data": 2, "fsdp": 2, "tensor": 2}, marks=pytest.mark.slow
         ),
+        pytest.param("flex", {"sinks": True}, {"data": 2, "fsdp": 2, "tensor": 2}, marks=pytest.mark.slow),
+        pytest.param("flex", ALTERNATING, {"tensor": 2}, marks=pytest.mark.slow),
         pytest.param("splash", ALTERNATING, {"tensor": 2}, marks=pytest.mark.slow),
         pytest.param("blockwise", ALTERNATING, {"tensor": 2}, marks=pytest.mark.slow),
     ],
 )
-def test_a_model_learns_the_same_from_the_kernel_on_a_mesh(implementation, changed, sizes, cudnn_by_xla):
+def test_a_model_learns_the_same_from_the_kernel_on_a_mesh(implementation, changed, sizes, cudnn_by_xla, monkeypatch):
+    if implementation == "flex":
+        implementation = "cudnn"
+        monkeypatch.setattr(Placement, "compute_capability", (9, 0))
     model = dataclasses.replace(MODEL, **changed)
     mesh = make_mesh(dict.fromkeys(AXES, 1) | sizes, jax.devices())
     placement = Placement(default_rules(LayoutOptions()), mesh)
@@ -162,6 +169,54 @@ def test_auto_is_the_kernel_that_fits(case, name, why):
     found, reason = chosen(case)
     assert found == name
     assert why in reason
+
+
+# A GPU before Hopper: documents are a mask if no other kernel supports them, and if the mask is small.
+@pytest.mark.parametrize(
+    ("lengths", "options", "name", "why"),
+    [
+        (LONG, {}, "triton", "JAX's Pallas kernel does"),
+        (
+            LONG,
+            {"window": 100},
+            "cudnn",
+            "Pallas kernel does not support window; cuDNN's kernel with a [T, S] mask does",
+        ),
+        (FAR, {"window": 100}, "blockwise", "Pallas kernel does not support window"),
+        (LONG, {"cap": 5.0}, "blockwise", "Pallas kernel does not support capped scores"),
+    ],
+)
+def test_gpus_before_hopper_mask_documents_of_up_to_8192_tokens_by_cudnn(lengths, options, name, why):
+    given = case(128, lengths, jnp.bfloat16, "gpu", documents=True, **options)
+    found, reason = chosen(given._replace(capability=(8, 0)))
+    assert found == name
+    assert reason.endswith(why)
+    assert chosen(given._replace(capability=(9, 0)))[0] == chosen(given)[0]  # a newer GPU as an unknown one
+
+
+def test_cudnn_has_a_score_function_from_hopper_on_if_it_is_asked_for(monkeypatch):
+    given = case(128, LONG, jnp.bfloat16, "gpu", documents=True, asked="cudnn", sinks=True, cap=5.0)._replace
+    monkeypatch.setattr(flex, "is_available", lambda: True)
+    monkeypatch.setattr(flex, "_module", lambda: types.SimpleNamespace(check_cudnn_version=lambda: 91300))
+    assert "a score function masks documents" in chosen(given(capability=(9, 0)))[1]
+    assert select.problems(given().attention, "bfloat16", dict.fromkeys(AXES, 1)) == []
+    plain = given(attention=Attention(8, 8, 128, "cudnn"), capability=(8, 0))
+    assert chosen(plain) == ("cudnn", "model.attention=cudnn; documents are a [T, S] mask")
+    refused = (
+        "^model.attention: got cudnn with model.attention_cap on a device without .*; nearest: model.attention=auto$"
+    )
+    for capability in (None, (8, 9)):
+        with pytest.raises(UserError, match=refused):
+            chosen(given(capability=capability))
+    monkeypatch.setattr(flex, "_module", lambda: types.SimpleNamespace(check_cudnn_version=lambda: 91200))
+    with pytest.raises(UserError, match=refused):
+        chosen(given(capability=(9, 0)))
+    monkeypatch.setattr(flex, "is_available", lambda: False)
+    found = select.problems(given().attention, "bfloat16", dict.fromkeys(AXES, 1))
+    assert [line.got.split(",")[0] for line in found] == [
+        "cudnn with model.attention_cap = 5.0",
+        "cudnn with model.sinks = True",
+    ]
 
 
 def test_auto_does_without_a_kernel_that_this_version_of_jax_has_not(monkeypatch):

@@ -10,10 +10,13 @@ from meshtrain.models.task import SEQUENCE_INDEX
 from meshtrain.models.transformer.decoder import DecoderOptions
 from meshtrain.models.transformer.task import decoder
 from meshtrain.plan.cluster.traced_flops import traced_flops
+from meshtrain.plan.cost.memory import largest_buffers
 from meshtrain.plan.hlo import flops, parse, replica_groups, shapes
 from meshtrain.plan.hlo.collectives import collectives, traffic
+from meshtrain.plan.timing.streams import Assumptions, Streams
 from meshtrain.sharding.rules import AXES
 from tests.plan import counted, recorded
+from tests.plan.conftest import H100
 
 MESH = dict.fromkeys(AXES, 1) | {"data": 2, "fsdp": 4}
 
@@ -308,6 +311,35 @@ def test_jax_s_kernel_for_gpus_is_counted_by_its_grid(line, products, share):
     work = flops.matmul_flops(parse.read(recorded.entry(*TRITON_ARGUMENTS, line)))
     assert work.attention_full == products * 2 * 2 * 4 * 256 * 256 * 16
     assert work.attention == share * work.attention_full
+
+
+SCORES = """\
+%same_document (scores: f32[2,4,256,256], of_queries: f32[2,1,256,1], of_keys: f32[2,1,1,256]) -> f32[2,4,256,256] {
+  %scores = f32[2,4,256,256]{3,2,1,0} parameter(0)
+  %of_queries = f32[2,1,256,1]{3,2,1,0} parameter(1)
+  ROOT %dot.1 = f32[2,4,256,256]{3,2,1,0} dot(%scores, %scores), lhs_batch_dims={0,1}, rhs_batch_dims={0,1}, \
+lhs_contracting_dims={3}, rhs_contracting_dims={2}
+}
+"""
+FLEX_ARGUMENTS = (*TRITON_ARGUMENTS[:2], "%ids = f32[2,1,256,1]{3,2,1,0} parameter(2)")
+FLEX = (
+    "%call.1 = (bf16[2,4,256,16]{3,1,2,0}, f32[2,4,256]{2,1,0}, u8[0]{0}) custom-call(%q, %k, %k, %ids), "
+    'custom_call_target="__cudnn$fmhaSoftmax", called_computations={%same_document}, backend_config='
+    '{"cudnn_fmha_backend_config": {"intermediate_tensor_shape": {"element_type": "BF16", "dimensions": '
+    '["2", "4", "256", "256"]}, "mask_type": "CAUSAL", "sliding_window_length": 0}}'
+)
+
+
+def test_a_score_function_describes_a_kernel_and_is_neither_run_nor_a_buffer():
+    program = parse.read(recorded.entry(*FLEX_ARGUMENTS, FLEX, before=SCORES))
+    work = flops.matmul_flops(program)
+    assert (work.products, work.attention_full) == (0, 2 * 2 * 2 * 4 * 256 * 256 * 16)
+    assert program.num_runs["same_document"] == 0
+    assert max(buffer.num_bytes for buffer in largest_buffers(program)) == 2 * 256 * 4 * 16 * 2
+    walked = Streams(program, H100, {}, Assumptions())
+    seconds, _, _ = walked.step()
+    assert seconds < 1e-4  # the matrix of scores alone would take longer
+    assert "same_document" not in walked.seconds
 
 
 def test_a_library_s_product_is_counted_and_an_unknown_one_refused():

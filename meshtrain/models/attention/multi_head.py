@@ -15,9 +15,9 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from meshtrain.hardware.accelerators import GPU
-from meshtrain.models.attention import blockwise, context_parallel, dot_product, splash, triton
+from meshtrain.models.attention import blockwise, context_parallel, dot_product, flex, splash, triton
 from meshtrain.models.attention.attention import Attention, Documents
-from meshtrain.models.attention.select import Case, chosen
+from meshtrain.models.attention.select import Case, chosen, uses_score_function
 from meshtrain.models.layers import Norm, multiply, normal, weight
 from meshtrain.models.remat import HEADS, QKV
 from meshtrain.models.rotary import rotate
@@ -153,7 +153,9 @@ class MultiHead(nn.Module):
             lengths, platform = (q.shape[1], k.shape[1]), self.placement.platform
             masked, gathers = documents is not None, self._gathers_keys(q)
             capability = self.placement.compute_capability
-            how, _ = chosen(Case(attention, lengths, self.dtype, platform, masked, has_memory, gathers, capability))
+            case = Case(attention, lengths, self.dtype, platform, masked, has_memory, gathers, capability)
+            how, _ = chosen(case)
+            how = "flex" if how == "cudnn" and uses_score_function(case) else how
         both = None if documents is None or of_keys is None else (documents, of_keys)
         if slots is not None:
             both = (jnp.ones_like(slots.filled[:, :1]), slots.filled)  # the slots already respect the window
@@ -162,7 +164,7 @@ class MultiHead(nn.Module):
         heads = self.placement.activation(heads, QUERIES)
         # Policies already save the results of these kernels (of cuDNN's only outside of branches): a name would save an
         # array twice.
-        is_saved = how in ("splash", "triton", "blockwise") or (how == "cudnn" and is_global is None)
+        is_saved = how in ("splash", "triton", "blockwise", "flex") or (how == "cudnn" and is_global is None)
         return heads if is_saved else checkpoint_name(heads, HEADS)
 
     def _output(self, heads: jax.Array, embed_dim: int) -> jax.Array:
@@ -225,7 +227,8 @@ class MultiHead(nn.Module):
           documents: document ids of queries and of keys; None: one document.
           sinks: scores of attention sinks, float32 [b, T, N]; None: no sinks.
           attention: settings of attention.
-          how: name of the implementation, a choice of `model.attention` other than `auto`.
+          how: name of the implementation, a choice of `model.attention` other than `auto`, or `flex` (cuDNN's kernel
+            with a score function).
           is_global: bool scalar, whether queries ignore the window; None: they do not.
         """
         local, everywhere = (self._kernel(how, dataclasses.replace(attention, window=w)) for w in (attention.window, 0))
@@ -284,7 +287,8 @@ class MultiHead(nn.Module):
         """Returns the selected implementation as a function of q, k, v and documents; values may be narrower than keys.
 
         Args:
-          how: name of the implementation, a choice of `model.attention` other than `auto`.
+          how: name of the implementation, a choice of `model.attention` other than `auto`, or `flex` (cuDNN's kernel
+            with a score function).
           attention: settings of attention.
         """
         attend = self._of_equal_widths(how, attention)
@@ -300,6 +304,8 @@ class MultiHead(nn.Module):
     def _of_equal_widths(self, how: str, attention: Attention) -> context_parallel.Attend:
         if how == "blockwise":
             return functools.partial(blockwise.attend, attention=attention, name=HEADS)
+        if how == "flex":
+            return functools.partial(flex.attend, attention=attention, name=HEADS)
         if how == "splash":
             interpret = self.placement.platform != "tpu"
             return functools.partial(splash.attend, attention=attention, name=HEADS, interpret=interpret)

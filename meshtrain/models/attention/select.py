@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from meshtrain.errors import Problem, nearest_divisor
+from meshtrain.errors import Problem, UserError, nearest_divisor
 from meshtrain.hardware.accelerators import GPU, Capability, runs_kernels
-from meshtrain.models.attention import blockwise, dot_product, splash, triton
+from meshtrain.models.attention import blockwise, dot_product, flex, splash, triton
 from meshtrain.models.attention.attention import Attention
 from meshtrain.models.fallback import NEWER_GPU, WITH_KERNELS, Fallback, missing
 from meshtrain.sharding.param_sharding import num_parts
@@ -28,12 +28,14 @@ _KERNELS: dict[str, tuple[str, str, Callable[[], bool]]] = {
     "triton": ("JAX's Pallas kernel", "Pallas kernel for attention on GPUs", lambda: triton.is_available()),
     "splash": ("JAX's TPU kernel", "Pallas kernel for attention on TPUs", lambda: splash.is_available()),
 }
+LARGEST_MASK = 8192**2  # elements of a mask of documents, up to which `auto` selects cuDNN's kernel with a mask
+BY_SCORES = "a score function masks documents, which no GPU has run yet"
 # Share of an H100's peak that each implementation reaches (docs/results/accelerator.md).
 SPEED = {"cudnn": 0.524, "triton": 0.289, "blockwise": 0.0676, "xla": 0.0541}
 # Features that a kernel does not support: field of `Attention` -> (text, the option).
 _CAP, _WINDOW = {"cap": ("capped scores", "attention_cap")}, {"window": ("window", "window")}
 _SINKS = {"sinks": ("sinks", "sinks")}
-_CANNOT = {"cudnn": _CAP | _SINKS, "triton": _WINDOW | _CAP}
+_CANNOT = {"cudnn": _CAP | _SINKS, "triton": _WINDOW | _CAP, "flex": {}}
 
 
 class Case(NamedTuple):
@@ -68,11 +70,25 @@ def chosen(case: Case) -> tuple[str, str]:
 
     `auto` selects the first kernel that supports the case: splash on TPUs; on GPUs cuDNN's kernel, then JAX's Pallas
     kernel (`triton`). For packed documents and large heads, `auto` skips cuDNN's kernel. If no kernel supports the
-    case, `auto` selects `blockwise` for long sequences and `xla` for short sequences.
+    case, GPUs before Hopper use cuDNN's kernel with a mask of documents for up to `LARGEST_MASK` pairs of tokens.
+    Otherwise `auto` selects `blockwise` for long sequences and `xla` for short sequences.
 
-    `xla` stores a [T, S] matrix of scores. If `cudnn` is requested for packed documents, it stores a [T, S] mask.
-    In all other cases no [T, S] matrix is stored.
+    `xla` stores a [T, S] matrix of scores, and cuDNN's kernel with a mask stores a [T, S] mask. In all other cases no
+    [T, S] matrix is stored. If `cudnn` is requested, `uses_score_function` states which form of the kernel computes.
+
+    Raises:
+      UserError: `cudnn` is requested for capped scores or sinks, and the device does not support score functions.
     """
+    needs_scores = [option for field, (_, option) in _CANNOT["cudnn"].items() if getattr(case.attention, field)]
+    if case.attention.asked == "cudnn" and needs_scores and not uses_score_function(case):
+        raise UserError(
+            Problem(
+                "model.attention",
+                got=f"cudnn with model.{needs_scores[0]} on a device without score functions in cuDNN",
+                allowed="auto, xla, blockwise, splash; cudnn from compute capability 9.0 and cuDNN 9.13 on",
+                nearest="model.attention=auto",
+            )
+        )
     name, reasons = _select(case, is_available)
     if name == "xla" != case.attention.asked:
         reasons.append(f"below {blockwise.FROM:,} tokens, all scores need little memory")
@@ -94,7 +110,8 @@ def _select(case: Case, has: Callable[[str], bool]) -> tuple[str, list[str]]:
     """
     asked, reasons = case.attention.asked, list[str]()
     if asked != "auto":
-        return asked, [f"model.attention={asked}"]
+        form = BY_SCORES if uses_score_function(case) else "documents are a [T, S] mask"
+        return asked, [f"model.attention={asked}", *[form] * (asked == "cudnn" and case.masks_documents)]
     if case.gathers_keys:
         reasons.append("no kernel supports a part of the queries with all keys")
     kernels = () if reasons else _kernels_of(case.platform)
@@ -106,8 +123,26 @@ def _select(case: Case, has: Callable[[str], bool]) -> tuple[str, list[str]]:
             follows = bool(reasons) and "not support" in reasons[-1]
             return kernel, [*reasons, f"{name} does" if follows else f"{name} supports it"]
         reasons.append(f"{name} {refused}" if refused else missing(if_missing))
+    if kernels and _masks_documents_by_cudnn(case) and has("cudnn"):
+        return "cudnn", [*reasons, "cuDNN's kernel with a [T, S] mask does"]
     reasons = reasons or [f"there is no kernel for {case.platform}"]
     return "blockwise" if math.prod(case.lengths) >= blockwise.FROM**2 else "xla", reasons
+
+
+def uses_score_function(case: Case) -> bool:
+    """Returns whether the implementation `cudnn` masks documents, caps scores and adds sinks by `flex.py`.
+
+    Otherwise it masks documents by a [T, S] mask (`dot_product.py`), without caps and sinks.
+    """
+    attention = case.attention
+    return bool(case.masks_documents or attention.cap or attention.sinks) and flex.supports(case.capability)
+
+
+def _masks_documents_by_cudnn(case: Case) -> bool:
+    """Returns whether `auto` may select cuDNN's kernel with a mask of documents: GPUs before Hopper, short masks."""
+    before_hopper = case.capability is not None and case.capability < flex.OLDEST_CAPABILITY
+    fits = math.prod(case.lengths) <= LARGEST_MASK
+    return before_hopper and fits and not _unsupported("cudnn", case._replace(masks_documents=False))
 
 
 def _kernels_of(platform: str) -> tuple[str, ...]:
@@ -127,14 +162,17 @@ def fallback(case: Case) -> Fallback | None:
     name, reasons = _select(case, is_available)
     of_device, _ = _select(case, lambda kernel: True)
     fastest, _ = _select(case._replace(capability=None), lambda kernel: True)
-    if fastest == name != "blockwise":
+    lacks, is_kernel = name != of_device, name in kernels
+    if not lacks and (is_kernel or fastest == name != "blockwise"):
         return None
-    install = WITH_KERNELS if name != of_device else NEWER_GPU if of_device != fastest else ""
+    install = WITH_KERNELS if lacks else NEWER_GPU if fastest != name else ""
     options, after = _faster_options(case, name)
     cost = "slower than the kernel, not measured on TPUs"
     if case.platform in GPU:
         kernel = fastest if install else after or kernels[0]
         cost = f"about {SPEED[name] / SPEED[kernel]:.0%} of the kernel's speed on an H100"
+    if name == "cudnn":
+        cost = f"a mask of {2 * math.prod(case.lengths) / 1e6:.0f} MB for each sequence; the speed is not measured"
     change = ", or ".join(filter(None, (install, options))) or "the settings of a kernel: docs/design/planner.md"
     return Fallback(name, ", and ".join(reasons), cost, change)
 
@@ -157,6 +195,8 @@ def _faster_options(case: Case, name: str) -> tuple[str, str]:
         ("model.attention_cap=0", {}, {"cap": 0.0}),
         ("model.sinks=false", {}, {"sinks": False}),
     ]
+    if case.masks_documents and uses_score_function(case) and not _unsupported("flex", case):
+        return f"model.attention=cudnn, where {BY_SCORES}", "cudnn"
     kernels = _kernels_of(case.platform)
     faster = kernels[: kernels.index(name)] if name in kernels else kernels
     for num in (1, 2, 3):
@@ -175,17 +215,17 @@ def _unsupported(kernel: str, case: Case) -> str:
     """Returns a reason why a kernel does not support a case, such as `does not support heads of 512`; '' if it does.
 
     Args:
-      kernel: `cudnn`, `triton` or `splash`.
+      kernel: `cudnn`, `flex` (cuDNN's kernel with a score function), `triton` or `splash`.
       case: the attention layer.
     """
-    attention, dtype = case.attention.among(case.lengths[1]), jnp.dtype(case.dtype)
+    attention, dtype, cudnn = case.attention.among(case.lengths[1]), jnp.dtype(case.dtype), kernel in ("cudnn", "flex")
     if kernel == "splash":
         # The gcd is a multiple of splash's blocks exactly if both lengths are.
         is_supported = splash.fits(attention.head_dim, math.gcd(*case.lengths), case.dtype)
         return "" if is_supported else "supports only bfloat16, heads of 64, 128 or 256, and multiples of 128 tokens"
     refused = [] if dtype.itemsize == 2 else [dtype.name]
     # Every GPU with a cuDNN kernel takes heads of up to 128. GPUs from Hopper on take up to 256.
-    if attention.head_dim % 8 or attention.head_dim > (128 if kernel == "cudnn" else triton.LARGEST_HEAD_DIM):
+    if attention.head_dim % 8 or attention.head_dim > (128 if cudnn else triton.LARGEST_HEAD_DIM):
         refused.append(f"heads of {attention.head_dim}")
     if kernel == "cudnn" and case.masks_documents:
         # cuDNN's kernel supports documents only as a [T, S] mask. Its form for packed sequences needs the maximum
@@ -217,7 +257,8 @@ def problems(attention: Attention, computes_in: str, mesh_shape: Mapping[str, in
                 depends_on=["precision.policy", "precision.compute_dtype"],
             )
         )
-    for field, (_, option) in (_CANNOT[asked] if asked in _CANNOT else {}).items():
+    kernel = "flex" if asked == "cudnn" and flex.is_available() else asked
+    for field, (_, option) in (_CANNOT[kernel] if kernel in _CANNOT else {}).items():
         if value := getattr(attention, field):
             problems.append(
                 Problem(

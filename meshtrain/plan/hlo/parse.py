@@ -182,7 +182,8 @@ def runs_of_called(
 ) -> dict[str, float]:
     """Returns computation -> how often one run of an instruction runs it: a loop's iterations, a branch's share, or 1.
 
-    If the share of a conditional's branches is unknown, each branch counts as run once.
+    If the share of a conditional's branches is unknown, each branch counts as run once. A custom call runs none: its
+    computation only describes the library's function to the library, such as a function of attention scores.
 
     Args:
       computations: name of each computation of the program -> its instructions.
@@ -196,6 +197,8 @@ def runs_of_called(
     """
     if line.opcode == "conditional":
         return _branch_shares(line, known)
+    if line.opcode == "custom-call":
+        return {}
     return dict.fromkeys(line.called, _trip_count(computations, caller, line, known) if line.opcode == "while" else 1)
 
 
