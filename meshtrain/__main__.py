@@ -26,6 +26,7 @@ COMMANDS = {
     "pipeline": ("meshtrain.pipeline.__main__", "print or draw a pipeline schedule"),
     "generate": ("meshtrain.generate", "continue or answer prompts with a run's weights"),
     "evaluate": ("meshtrain.evaluate", "score a run's weights: loss, perplexity, bits per byte, metrics"),
+    "agree": ("meshtrain.agree.__main__", "compare meshes with one device: losses, gradients, steps, array by array"),
     "report": ("meshtrain.report.__main__", "write a page about runs: curves, differences, memory, mesh, samples"),
     "prepare": ("meshtrain.data.prepare", "turn text into a token file"),
     "verify": ("meshtrain.verify", "compare checkpoints and token files with their checksums"),

@@ -33,7 +33,10 @@ EXIT_CLOSED_PIPE = 141  # a shell's exit code for SIGPIPE
 OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"  # part of the message of XLA's exception
 EXIT_CODES = {
     EXIT_FINISHED: "finished",
-    EXIT_BUG: "a bug, with its traceback; `verify`: a checkpoint is damaged; `bench-collectives`: a result is wrong",
+    EXIT_BUG: (
+        "a bug, with its traceback; `verify`: a checkpoint is damaged; `bench-collectives`: a result is wrong; "
+        "`agree`: meshes differ"
+    ),
     EXIT_USER_ERROR: "a mistake in the input, or not enough memory; `doctor`: a job would fail",
     EXIT_STOPPED_ITSELF: "training stopped itself: too many steps in a row were skipped, or the last was not finite",
     EXIT_LOST_PEER: "a hang, or a lost process",

@@ -27,6 +27,7 @@ OLDER = {
     "pipeline": "meshtrain.pipeline",
     "generate": "meshtrain.generate",
     "evaluate": "meshtrain.evaluate",
+    "agree": "meshtrain.agree",
     "report": "meshtrain.report",
     "prepare": "meshtrain.data.prepare",
     "verify": "meshtrain.verify",

@@ -15,7 +15,7 @@ from meshtrain.user_functions import EXTENSION_POINTS
 
 ROOT = pathlib.Path(__file__).parents[2]
 PACKAGE = ROOT / "meshtrain"
-OPTIONAL = ("examples", "lab", "probe", "report")
+OPTIONAL = ("agree", "examples", "lab", "probe", "report")
 TRAINS = ("assembly", "step", "sharding", "run", "loop.py", "training.py")
 OF_ALGORITHMS = re.compile(r"RESIDUAL|GROUPS|REPLICAS|late_\w+|outer_\w+|Apart")
 MENTION = re.compile(r"extension|[Pp]eriodic|\bcosts\.|EXTRA|state\.extra|reductions\b")

@@ -12,7 +12,7 @@ import pytest
 from meshtrain.user_functions import EXTENSION_POINTS, FLAGS
 
 ROOT = pathlib.Path(__file__).parents[2]
-PACKAGES = ["examples", "lab", "probe", "report"]
+PACKAGES = ["agree", "examples", "lab", "probe", "report"]
 # In one process: explain a run, train two steps of it, evaluate it; and what the names of the packages come to.
 CORE = """
 import re

@@ -34,7 +34,7 @@ LAZY_IMPORTERS = {
 }
 CONFIG_READER = "meshtrain/cli/flags.py"  # --config names a Python file that the user has written
 # Who reads the configuration: packages and files; all others are given what they need.
-READS_CONFIGURATION = {"assembly", "config", "examples", "lab", "plan", "probe", "report", "run"}
+READS_CONFIGURATION = {"agree", "assembly", "config", "examples", "lab", "plan", "probe", "report", "run"}
 READS_CONFIGURATION |= {f"{name}.py" for name in ("__init__", "evaluate", "explain", "generate", "main", "training")}
 READS_CONFIGURATION |= {"harness.py", "hugging_face.py"}
 FIELDS = {field.name for field in dataclasses.fields(Config)}

@@ -28,6 +28,7 @@ TAKE_BUCKETS = {
 }
 # Texts that are no paths. A new text stands here, or the metavar of its argument says FILE, DIR or RUN.
 TEXTS = {
+    "--mesh",
     "--forward",
     "--backward",
     "--transfer",
