@@ -12,7 +12,6 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from meshtrain.models import vocabulary
@@ -25,6 +24,7 @@ from meshtrain.models.task import Params
 from meshtrain.models.transformer.decoder import ATTENTION_SITE, EMBEDDING_SITE, MLP_SITE
 from meshtrain.options import option
 from meshtrain.sharding.placement import Placement
+from meshtrain.sharding.saved import mark
 
 CROSS_SITE = MLP_SITE + 1
 SOURCE, TARGET = "source", "target"
@@ -178,7 +178,7 @@ class Layer(nn.Module):
             attends = dataclasses.replace(o.attends, causal=causal)
             return MultiHead(attends, std, output_std, self.placement, self.dtype, name=name)
 
-        x = checkpoint_name(x, RESIDUAL)
+        x = mark(x, RESIDUAL)
         own = attention("attention", in_decoder)
         x = self._added("attention", lambda y: own(y, angles, documents, slots=slots), x, keys, ATTENTION_SITE)
         if in_decoder:
@@ -204,7 +204,7 @@ class Layer(nn.Module):
         norm = Norm(o.norm, o.norm_epsilon, o.biases, place, name=f"{name}_norm")
         y = norm(x) if o.norm_placement == "pre" else x
         y = self._residual(function(gather_sequence(y, place)))
-        x = checkpoint_name(x + dropout(y, o.dropout_rate if self.train else 0.0, keys, site), MIDDLE)
+        x = mark(x + dropout(y, o.dropout_rate if self.train else 0.0, keys, site), MIDDLE)
         return self._residual(norm(x) if o.norm_placement == "post" else x)
 
     def _residual(self, x: jax.Array) -> jax.Array:

@@ -369,7 +369,7 @@ class Seq2Seq:
         tokens, positions, keys = tokens[:, None], positions[:, None], self._no_keys(tokens.shape[0])
         x = self.embed(params, TARGET, tokens, positions, keys, False)
         decoder, num_layers = params["decoder"], self.options.num_layers
-        stack = layer_stack(self.options, num_layers, self.placement, self.dtype, False, "none", Layer, 2 + len(given))
+        stack = layer_stack(self.options, num_layers, self.placement, self.dtype, Layer, 2 + len(given))
         variables = {"params": decoder["layers"], **stored}
         angles = angles_of(self.options, positions)
         (x, _), new = stack.apply(variables, x, jnp.arange(num_layers), keys, angles, *given, mutable=[NEW])
@@ -411,7 +411,7 @@ def init(options: Seq2SeqOptions, source_length: int, target_length: int, rng: j
         ("decoder", options.num_layers, (*given, Memory(x, None))),
     )
     for number, (name, num_layers, given_here) in enumerate(stacks):
-        layers = layer_stack(options, num_layers, nowhere, dtype, False, "none", Layer, len(given_here))
+        layers = layer_stack(options, num_layers, nowhere, dtype, Layer, len(given_here))
         of_layers = layers.init(keys[1 + number], x, jnp.arange(num_layers), *given_here)["params"]
         params[name] = {"layers": of_layers, **_params_of("end", end.init(keys[3 + number], x))}
     table = jnp.zeros((options.padded_vocab_size, options.embed_dim)) if options.tied_embeddings else None

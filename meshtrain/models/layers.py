@@ -8,16 +8,16 @@ from collections.abc import Callable, Mapping
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from meshtrain.models.fp8 import product
-from meshtrain.models.remat import UP
+from meshtrain.models.remat import PRODUCT, UP
 from meshtrain.sharding.param_kinds import EMBEDS, matrix_dims, num_stacked
 from meshtrain.sharding.param_sharding import Names, axes_of_dims
 from meshtrain.sharding.placement import Placement
 from meshtrain.sharding.rules import ADAPTER_EXPERT_MLP, ADAPTER_HEAD_DIM, ADAPTER_MLP
+from meshtrain.sharding.saved import mark
 from meshtrain.sharding.trainable import ADAPTER_ENDS
 from meshtrain.sharding.trees import Arrays
 
@@ -75,14 +75,14 @@ def multiply(
       axes: logical axes of the matrix.
       placement: determines the shardings of the gathered A and B.
     """
-    result, dtype = product(x, matrix, placement), matrix.dtype
+    result, dtype = mark(product(x, matrix, placement), PRODUCT), matrix.dtype
     if not module.has_variable("params", name + A):
         return result
     of_a, of_b = factor_axes(axes)
     a = placement.weight(module.get_variable("params", name + A).astype(dtype), of_a)
     b = placement.weight(module.get_variable("params", name + B).astype(dtype), of_b)
-    low = placement.activation(jnp.tensordot(x, a, axes=a.ndim - 1), X)
-    return result + jnp.tensordot(low, b, axes=1)
+    low = mark(placement.activation(jnp.tensordot(x, a, axes=a.ndim - 1), X), PRODUCT)
+    return result + mark(jnp.tensordot(low, b, axes=1), PRODUCT)
 
 
 def with_adapter(module: nn.Module, name: str, matrix: jax.Array) -> jax.Array:
@@ -258,13 +258,13 @@ class Mlp(nn.Module):
         hidden = multiply(self, "up", x, up, ("embed", "mlp"), place)
         if self.bias:
             hidden = hidden + weight(self, "up_bias", (self.mlp_dim,), ("mlp",), zeros, place, dtype)
-        hidden = checkpoint_name(hidden, UP)
+        hidden = mark(hidden, UP)
         if self.activation in GATES:
             gate = weight(self, "gate", (embed_dim, self.mlp_dim), ("embed", "mlp"), inner, place, dtype)
             opened = multiply(self, "gate", x, gate, ("embed", "mlp"), place)
             if self.gate_bias:
                 opened = opened + weight(self, "gate_bias", (self.mlp_dim,), ("mlp",), zeros, place, dtype)
-            hidden = GATES[self.activation](checkpoint_name(opened, UP), hidden)
+            hidden = GATES[self.activation](mark(opened, UP), hidden)
         elif self.activation == "relu":
             hidden = jax.nn.relu(hidden)
         else:

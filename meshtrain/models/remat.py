@@ -5,18 +5,13 @@ The backward pass recomputes the other activations.
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Mapping
-from typing import Any, TypeAlias
-
-import jax
-from jax.core import ShapedArray
-from jax.extend.core import Primitive
 
 from meshtrain.errors import Problem, nearest_divisor
 from meshtrain.options import Except, option
 from meshtrain.sharding.placement import Placement
+from meshtrain.sharding.saved import GATHERED
 
-# Checkpoint names: a layer's input, and the output of attention before its output projection.
+# Names of marked values (`sharding/saved.py`): a layer's input; the output of attention before its output projection.
 RESIDUAL, HEADS = "residual", "heads"
 # Projected queries, keys and values; the residual stream after attention, and additions to the stream before their
 # norm; the mlp before its activation function.
@@ -28,14 +23,15 @@ CHOSEN = "chosen"
 # Policies whose backward pass recomputes the output of attention, including its sum over the devices of the tensor
 # axis.
 SUMS_AGAIN = ("save_attention", "full", "offload")
-_SELECTED = frozenset({RESIDUAL, QKV, MIDDLE, UP, EXPERT_UP})
-
-# The primitive of cuDNN's attention. Its results are the heads and the softmax's statistics for its backward pass.
-_FUSED_ATTENTION = "dot_product_attention_fwd"
-
-Param: TypeAlias = Any  # a parameter of a primitive, such as its name or the dims of a product
-# (primitive, shapes of its operands, its parameters) -> whether its results are saved, or in which memory.
-Policy: TypeAlias = Callable[..., Any]
+# Results of products with weights; products of experts, which run in loops and kernels, have the name EXPERT_UP.
+PRODUCT = "product"
+_SAVED = {
+    "full": frozenset({CHOSEN}),
+    "offload": frozenset({CHOSEN}),
+    "save_attention": frozenset({CHOSEN, HEADS}),
+    "selective": frozenset({CHOSEN, HEADS, RESIDUAL, QKV, MIDDLE, UP, EXPERT_UP}),
+    "dots": frozenset({CHOSEN, PRODUCT, EXPERT_UP}),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,26 +67,19 @@ class RematOptions:
         return self.unroll and self.policy == "none"
 
 
-def checkpoint_policy(name: str, placement: Placement) -> Policy | None:
-    """Returns the `jax.checkpoint` policy of a layer, None if all residuals may be saved.
+def saved_names(policy: str, placement: Placement) -> frozenset[str]:
+    """Returns the names of the values that the backward pass of a layer reads; it computes the others again.
 
     Gathered weights are saved only if `placement.keeps_gathered`. Otherwise the backward pass gathers them again,
     because saving them would store the complete weights of all layers on each device.
 
     Args:
-      name: one of the choices of `RematOptions.policy`, which describes them. For example, `full` saves only a layer's
-        input, and `selective` saves the inputs of products with weights and of the attention kernel (Korthikanti et al.
-        2022).
-      placement: recognizes the gathers of weights (`Placement.is_gather`) and states whether they are saved.
+      policy: one of the choices of `RematOptions.policy` except `none`. For example, `full` and `offload` save only a
+        layer's input, and `selective` saves the inputs of products with weights and of the attention kernel
+        (Korthikanti et al. 2022).
+      placement: states whether gathered weights are saved.
     """
-    keeps = None if name == "none" else _activations(name)
-    if not placement.gathers_weights or placement.keeps_gathered == (keeps is None):
-        return keeps
-    if keeps is None:
-        return lambda primitive, *_, **params: not placement.is_gather(primitive, params)
-    return lambda primitive, *shapes, **params: (
-        placement.is_gather(primitive, params) or keeps(primitive, *shapes, **params)
-    )
+    return _SAVED[policy] | ({GATHERED} if placement.keeps_gathered else frozenset())
 
 
 def casts_first(options: RematOptions, placement: Placement) -> bool:
@@ -123,41 +112,6 @@ def gathers_early(options: RematOptions, placement: Placement, *, splits_sequenc
       splits_sequence: whether the sequence is sharded between matmuls (sequence parallelism).
     """
     return placement.gathers_weights or not splits_sequence or options.policy not in SUMS_AGAIN
-
-
-def _activations(name: str) -> Policy:
-    policies = jax.checkpoint_policies
-    if name == "offload":
-        return policies.save_and_offload_only_these_names(
-            names_which_can_be_saved=[CHOSEN],
-            names_which_can_be_offloaded=[RESIDUAL],
-            offload_src="device",
-            offload_dst="pinned_host",
-        )
-    return {"save_attention": _is_attention, "selective": _is_selected, "dots": _is_product, "full": _is_chosen}[name]
-
-
-def _is_chosen(primitive: Primitive, *_: ShapedArray, **params: Param) -> bool:
-    return _is_named(primitive, params, (CHOSEN,))
-
-
-def _is_attention(primitive: Primitive, *_: ShapedArray, **params: Param) -> bool:
-    return primitive.name.startswith(_FUSED_ATTENTION) or _is_named(primitive, params, (HEADS, CHOSEN))
-
-
-def _is_selected(primitive: Primitive, *shapes: ShapedArray, **params: Param) -> bool:
-    return _is_named(primitive, params, _SELECTED) or _is_attention(primitive, *shapes, **params)
-
-
-def _is_product(primitive: Primitive, *shapes: ShapedArray, **params: Param) -> bool:
-    # Products of experts run in loops and kernels.
-    if _is_named(primitive, params, (CHOSEN, EXPERT_UP)):
-        return True
-    return bool(jax.checkpoint_policies.dots_with_no_batch_dims_saveable(primitive, *shapes, **params))
-
-
-def _is_named(primitive: Primitive, params: Mapping[str, Param], names: Collection[str]) -> bool:
-    return primitive.name == "name" and params["name"] in names
 
 
 def check(

@@ -117,7 +117,7 @@ class Stages:
       num_together: number of layers per call of `repeated` in a pipeline's training. It must divide the number of
         layers in a chunk (consecutive layers of one stage), and with padding layers also `num_layers`. The residuals
         that `jax.vjp` saves for a call are stored until the call's backward pass, except for residuals that do not
-        depend on activations. `jax.checkpoint` inside `repeated` determines the recomputation.
+        depend on activations. `jax.checkpoint` inside `repeated` determines the recomputation in a custom model.
       with_stack: adds arrays of all layers of a stage to the layers that `repeated` gets in training. The arguments are
         (layers with leading dim K, all layers of the stage with leading dim N, int32 scalar: the index of the first of
         the K layers among the N), the result is layers. A library's kernel can read one layer directly in the added

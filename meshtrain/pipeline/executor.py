@@ -2,7 +2,7 @@
 
 A row is a clock tick. A stage that idles in a row computes as well, on the values in its dump slots (additional slots
 for unused arrays); `jnp.where` drops the results (a product with 0 would keep infinities). A forward row saves the
-residuals of its layers, as selected by the model's `jax.checkpoint` policy, in a slot from which the backward row reads
+residuals of its layers, as selected by the model, in a slot from which the backward row reads
 them (`pullback.py`).
 All stages compute embedding and head together (vocabulary parallelism for pipelines, Yeung et al. 2024). Activations
 may be any pytree of arrays.

@@ -1,23 +1,23 @@
 """Splits a layer into a forward pass that returns its residuals, and a backward pass that starts from these residuals.
 
-The two passes run in different rows of a schedule, so residuals are stored in a buffer. They are the residuals that
-`jax.vjp` saves under the model's `jax.checkpoint` policies. Residuals that do not depend on the activations (weights,
-casts of them, rotary angles, masks of documents or of dropout, random keys) are not stored: the backward pass
-recomputes them from the weights and the microbatch.
+The two passes run in different rows of a schedule, so residuals are stored in a buffer. They are the residuals that the
+model's remat policy saves. Residuals that do not depend on the activations (weights, casts of them, rotary angles,
+masks of documents or of dropout, random keys) are not stored: the backward pass recomputes them from the weights and
+the microbatch (`sharding/passes.py`).
 """
 
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Literal, Var
 
 from meshtrain.errors import Problem, UserError
+from meshtrain.models.split import split_result
 from meshtrain.models.task import Activations, LayerSums, Params
-from meshtrain.sharding.jaxprs import depends, results
-from meshtrain.sharding.trees import Arrays, Masks, merge, select
+from meshtrain.sharding.passes import Passes
+from meshtrain.sharding.trees import Arrays, Masks, mark_leaves
 
 Given: TypeAlias = Arrays  # further inputs of a layer, such as its index: any pytree of integers
 # (weights, activations, given) -> (activations, sums), see `Stages.repeated`.
@@ -44,22 +44,14 @@ class SplitLayer:
         Raises:
           UserError: a residual that depends on activations is in host memory.
         """
-        self._pulls = list[Any]()
         arguments = weights, x, given
-        trace = jax.make_jaxpr(lambda *given: self._differentiate(layer, mask, *given), return_shape=True)
-        closed, (self.output, self.sums, residuals) = trace(*arguments)
-        self._closed = closed
-        self._shapes = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(x)]
-        is_x = [index == 1 for index, part in enumerate(arguments) for _ in jax.tree.leaves(part)]
-        depends_on_x = depends(closed.jaxpr, is_x)
-        first = len(depends_on_x) - len(residuals)
-        self._outputs, self._residuals = closed.jaxpr.outvars[:first], closed.jaxpr.outvars[first:]
-        chosen = list(zip(self._residuals, depends_on_x[first:], strict=True))
-        # Two residuals may be the same array.
-        self._kept = list(dict.fromkeys(var for var, is_kept in chosen if is_kept))
-        again = (var for var, is_kept in chosen if not is_kept and not isinstance(var, Literal))
-        self._again = list(dict.fromkeys(again))
-        if any(_aval(var).memory_space == jax.memory.Space.Host for var in self._kept):
+        is_trained = mark_leaves(True if mask is None else mask, weights)
+        is_x = [jax.tree.map(lambda _, index=index: index == 1, part) for index, part in enumerate(arguments)]
+        run = lambda *arguments: split_result(layer(*arguments))  # noqa: E731
+        self._passes = Passes(run, arguments, jax.tree.leaves((is_trained, *is_x[1:])), jax.tree.leaves(is_x))
+        (self.output, loss), metrics = self._passes.result
+        self.sums = None if loss is None else (loss, metrics)
+        if any(array.memory_space == jax.memory.Space.Host for array in self._passes.kept):
             raise UserError(
                 Problem(
                     "stages.repeated",
@@ -69,42 +61,18 @@ class SplitLayer:
                 )
             )
 
-    def _differentiate(
-        self, layer: Layer, mask: Masks, weights: Params, x: Activations, given: Given
-    ) -> tuple[Activations, LayerSums, list[jax.Array]]:
-        """Runs a layer under `jax.vjp`; returns (output, auxiliary (loss, metrics) or None, residuals).
-
-        The residuals are the leaves of the backward function from `jax.vjp`, which is a pytree. Its structure is stored
-        in `self`, so that `backward` can rebuild the function.
-        """
-        trained, frozen = select(weights, mask)
-
-        def differentiable(trained: Params, x: Activations) -> tuple[tuple[Activations, jax.Array | None], Arrays]:
-            y, sums = layer(merge(trained, frozen), x, given)
-            return ((y, None), None) if sums is None else ((y, sums[0]), sums[1])
-
-        (y, loss), pull, metrics = jax.vjp(differentiable, trained, x, has_aux=True)
-        leaves, structure = jax.tree.flatten(pull)
-        # A buffer stores a random key as numbers.
-        implementations = [jax.random.key_impl(leaf) if _is_key(leaf) else None for leaf in leaves]
-        self._pulls = [structure, implementations]
-        numbers = [jax.random.key_data(leaf) if _is_key(leaf) else leaf for leaf in leaves]
-        return y, None if loss is None else (loss, metrics), numbers
-
     @property
     def kept(self) -> list[jax.ShapeDtypeStruct]:
         """The residuals that `forward` returns for `backward`, as abstract arrays of numeric dtypes."""
-        return [jax.ShapeDtypeStruct(_aval(var).shape, _aval(var).dtype) for var in self._kept]
+        return [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in self._passes.kept]
 
     def forward(self, weights: Params, x: Activations, given: Given) -> tuple[Activations, LayerSums, list[jax.Array]]:
         """Returns (output, sums, residuals) of the layer; only residuals that depend on `x` are returned.
 
         The sums are the (loss, metrics) that the layer adds, or None.
         """
-        arguments, num_outputs = jax.tree.leaves((weights, x, given)), len(self._outputs)
-        found = results(self._closed, [*self._outputs, *self._kept], *arguments)
-        y, sums = jax.tree.unflatten(jax.tree.structure((self.output, self.sums)), found[:num_outputs])
-        return y, sums, found[num_outputs:]
+        ((y, loss), metrics), kept = self._passes.forward(weights, x, given)
+        return y, None if loss is None else (loss, metrics), kept
 
     def backward(
         self, kept: list[jax.Array], weights: Params, given: Given, cotangent: Activations, seed: jax.Array
@@ -118,25 +86,11 @@ class SplitLayer:
           cotangent: the cotangent of the output's floating leaves; None for other leaves.
           seed: the cotangent of the loss that the layer adds, float32 scalar.
         """
-        # The recomputed residuals do not depend on the activations, so zeros replace them.
-        x = [jnp.zeros(leaf.shape, leaf.dtype) for leaf in self._shapes]
-        again = results(self._closed, self._again, *jax.tree.leaves((weights, x, given)))
-        values = dict(zip([*self._kept, *self._again], [*kept, *again], strict=True))
-        numbers = [var.val if isinstance(var, Literal) else values[var] for var in self._residuals]
-        structure, implementations = self._pulls
-        pairs = zip(numbers, implementations, strict=True)
-        leaves = [each if impl is None else jax.random.wrap_key_data(each, impl=impl) for each, impl in pairs]
-        pull = jax.tree.unflatten(structure, leaves)
-        gradients, x_cotangent = pull((with_float0(cotangent, self.output), None if self.sums is None else seed))
-        return gradients, floating(x_cotangent)
-
-
-def _aval(var: Var | Literal) -> Any:
-    return var.aval
-
-
-def _is_key(leaf: jax.Array) -> bool:
-    return bool(jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key))
+        # The recomputed residuals do not depend on the activations, so the backward pass does not read these.
+        x = jax.tree.map(lambda _: False, self.output)
+        outputs = with_float0(cotangent, self.output), None if self.sums is None else seed
+        gradients, of_x, _ = self._passes.backward(kept, self._passes.select_read((weights, x, given)), outputs)
+        return gradients, floating(of_x)
 
 
 def floating(tree: Arrays) -> Arrays:

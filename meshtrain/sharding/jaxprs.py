@@ -357,11 +357,25 @@ def results(closed: ClosedJaxpr, wanted: Sequence[Variable], *arguments: Value) 
       wanted: variables or literals of the jaxpr, results or intermediate.
       *arguments: the values of the jaxpr's inputs.
     """
+    part, reads = part_of(closed, wanted)
+    read = [value for value, is_read in zip(arguments, reads, strict=True) if is_read]
+    result: list[jax.Array] = jax.core.eval_jaxpr(part.jaxpr, part.consts, *read)
+    return result
+
+
+def part_of(closed: ClosedJaxpr, wanted: Sequence[Variable]) -> tuple[ClosedJaxpr, list[bool]]:
+    """Returns the part of a jaxpr that computes selected variables, and for each input whether this part reads it.
+
+    Inputs that are not read are not inputs of the part. All constants remain.
+
+    Args:
+      closed: the jaxpr.
+      wanted: variables or literals of the jaxpr, results or intermediate.
+    """
     jaxpr = closed.jaxpr.replace(outvars=list(wanted))
     needed: Jaxpr
-    needed, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(wanted), instantiate=True)
-    result: list[jax.Array] = jax.core.eval_jaxpr(needed, closed.consts, *arguments)
-    return result
+    needed, reads = partial_eval.dce_jaxpr(jaxpr, [True] * len(wanted))
+    return ClosedJaxpr(needed, closed.consts), reads
 
 
 def depends(jaxpr: Jaxpr, inputs: Sequence[bool]) -> list[bool]:

@@ -5,11 +5,10 @@ these axes. Each function in this module drops the axes that are manual when it 
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any
+import functools
+from collections.abc import Sequence
 
 import jax
-from jax.extend.core import Primitive
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from meshtrain.hardware.accelerators import GPU, Capability
@@ -17,7 +16,6 @@ from meshtrain.sharding.jaxprs import inline_calls
 from meshtrain.sharding.param_sharding import (
     MAX_LEVEL,
     Names,
-    axes_in,
     axes_of_dims,
     num_parts,
     param_sharding,
@@ -25,7 +23,8 @@ from meshtrain.sharding.param_sharding import (
     spec_of_dims,
 )
 from meshtrain.sharding.rules import DATA, LayoutOptions, Rules, default_rules
-from meshtrain.sharding.trees import ArrayFunction, Specs
+from meshtrain.sharding.saved import GATHERED, Tape, current, mark, under
+from meshtrain.sharding.trees import ArrayFunction, Arrays, Specs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,10 +74,11 @@ class Placement:
         """Returns `w`, a weight in its compute dtype, gathered over the axes that split it for storage only.
 
         Without this constraint the partitioner may leave the weight sharded and move activations instead, which sends
-        more bytes. If no axis splits weights for storage only, `w` is returned unchanged.
+        more bytes. If no axis splits weights for storage only, `w` is returned unchanged. Otherwise the result is
+        marked as `GATHERED` for remat policies.
         """
         spec_of_weight = self.weight_spec(w.shape, names)
-        return self._constrain(w, spec_of_weight) if self.gathers_weights else w
+        return mark(self._constrain(w, spec_of_weight), GATHERED) if self.gathers_weights else w
 
     def as_stored(self, w: jax.Array, names: Names) -> jax.Array:
         """Returns `w`, a weight in its compute dtype, constrained to its stored sharding.
@@ -147,25 +147,6 @@ class Placement:
             return False
         return any(_sizes_here(self.mesh)[axis] > 1 for axis in self.rules.storage_axes)
 
-    def is_gather(self, primitive: Primitive, params: Mapping[str, Any]) -> bool:
-        """Returns whether an operation in a traced function gathers a weight, for a `jax.checkpoint` policy.
-
-        A gather is a sharding constraint by `weight`, or an all-gather over storage axes in a manual region. The spec
-        distinguishes a constraint by `weight` from a constraint by `activation`: batches are split over the storage
-        axes, gathered weights are not.
-
-        Args:
-          primitive: the primitive of the operation's equation.
-          params: the parameters of the equation.
-        """
-        if not self.gathers_weights:
-            return False
-        if primitive.name == "all_gather":
-            return set(params["axis_name"]) <= set(self.rules.storage_axes)
-        if primitive.name != "sharding_constraint":
-            return False
-        return not set(axes_in(params["sharding"].spec)) & set(self.rules.storage_axes)
-
     def largest(self, value: jax.Array) -> jax.Array:
         """Returns the elementwise maximum of `value` over the shards of the batch.
 
@@ -230,6 +211,9 @@ def on_shards(
     With `check_vma=False` a psum is transposed to another psum. So differentiate inside the region, not through it, or
     define the backward pass of the function that contains the region (`jax.custom_vjp`).
 
+    Values that are marked in the region for remat policies (`saved.py`) are results of the region while a tape records,
+    and arguments of the region while a tape replays.
+
     Args:
       mesh: the mesh of devices.
       function: the computation of one device on its shards. It may use collectives over `axes`.
@@ -246,15 +230,47 @@ def on_shards(
     splits = mesh.size > 1 and (is_opaque or _is_split_here(mesh))
     if not entered or (axes is None and not splits):
         return function
-    may_have_regions = entered != partitioned and mesh.devices.flat[0].platform == "tpu"
-    return jax.shard_map(
-        inline_calls(function) if may_have_regions else function,
-        mesh=_mesh_here(mesh),
-        in_specs=manual_specs(in_specs, entered),
-        out_specs=manual_specs(out_specs, entered),
-        axis_names=entered,
-        check_vma=False,
-    )
+    separate = inline_calls if entered != partitioned and mesh.devices.flat[0].platform == "tpu" else lambda run: run
+    region = functools.partial(jax.shard_map, mesh=_mesh_here(mesh), axis_names=entered, check_vma=False)
+    inputs, outputs = manual_specs(in_specs, entered), manual_specs(out_specs, entered)
+    if (tape := current()) is None:
+        return region(separate(function), in_specs=inputs, out_specs=outputs)
+    # The value that each device saves is one row of an array over all devices of the region.
+    rows = PartitionSpec(tuple(axis for axis in mesh.axis_names if axis in entered))
+    inputs = inputs if isinstance(inputs, tuple) else (inputs,)
+    if tape.replays:
+        replay = region(separate(_replaying(function, tape)), in_specs=(rows, *inputs), out_specs=outputs)
+        return lambda *arguments: replay(tape.values.pop(0), *arguments)
+    record = region(separate(_recording(function, tape)), in_specs=inputs, out_specs=(outputs, rows))
+
+    def run(*arguments: Arrays) -> Arrays:
+        result, values = record(*arguments)
+        tape.values.append(values)
+        return result
+
+    return run
+
+
+def _recording(function: ArrayFunction, tape: Tape) -> ArrayFunction:
+    """Returns a function of one device's shards that returns the result of `function` and the values that it marks."""
+
+    def run(*arguments: Arrays) -> tuple[Arrays, list[Arrays]]:
+        inner = Tape(tape.names)
+        with under(inner):
+            result = function(*arguments)
+        return result, jax.tree.map(lambda value: value[None], inner.values)
+
+    return run
+
+
+def _replaying(function: ArrayFunction, tape: Tape) -> ArrayFunction:
+    """Returns a function of the recorded values and one device's shards that returns the result of `function`."""
+
+    def run(values: list[Arrays], *arguments: Arrays) -> Arrays:
+        with under(Tape(tape.names, jax.tree.map(lambda value: value[0], values))):
+            return function(*arguments)
+
+    return run
 
 
 def manual_specs(specs: Specs, axes: frozenset[str]) -> Specs:

@@ -78,6 +78,11 @@ def select(tree: Tree, mask: Masks) -> tuple[Tree, Tree]:
     return chosen, jax.tree.map(lambda keep, leaf: None if keep else leaf, mask, tree)
 
 
+def mark_leaves(mask: Masks, tree: Tree) -> Masks:
+    """Returns a pytree of bool with the structure of `tree`, whose subtrees may correspond to a leaf of the mask."""
+    return jax.tree.map(lambda mark, part: jax.tree.map(lambda _: mark, part), mask, tree)
+
+
 def merge(chosen: Tree, others: Tree) -> Tree:
     """Merges the two pytrees that `select` returned: each leaf comes from the pytree in which it is not None."""
     if others is None:

@@ -107,4 +107,33 @@ FAULTS = (
         "as many experts a token as there are is refused",
         "config/test_config_experts.py::test_a_token_may_go_through_all_experts",
     ),
+    Fault(
+        "models/attention/kernel.py",
+        "tuple(mark(x, kernel.name, has_gradient=False) for x in results)",
+        "tuple(results)",
+        "the results of an attention kernel are not marked, so that it runs again where they should be saved",
+        "models/test_models_attention.py::test_the_forward_pass_runs_again_where_the_policy_says_so"
+        "[blockwise-0-save_attention-1]",
+    ),
+    Fault(
+        "models/split.py",
+        "is_saved = [place >= num_weights for place in range(num)]",
+        "is_saved = [True for place in range(num)]",
+        "weights that were gathered are saved for the backward pass",
+        "models/test_models_gathered.py::test_the_forward_loop_hands_on_no_weight_in_the_compute_dtype",
+    ),
+    Fault(
+        "models/split.py",
+        "else ((y, sums[0]), sums[1])",
+        "else ((y, sums), sums[1])",
+        "metrics have cotangents, for which the backward pass computes their residuals again",
+        "sharding/test_sharding_saved.py::test_a_metric_has_no_cotangent",
+    ),
+    Fault(
+        "models/split.py",
+        'if policy != "none":\n',
+        'if policy == "selective":\n        return jax.checkpoint(layer)\n    if policy != "none":\n',
+        "a flag of JAX decides what is saved",
+        "models/test_models_remat.py::test_the_flag_changes_no_program[selective-expert]",
+    ),
 )

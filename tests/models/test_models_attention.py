@@ -11,7 +11,8 @@ from jax.extend.core import jaxprs_in_params
 from meshtrain.errors import UserError
 from meshtrain.models.attention import blockwise, dot_product, flex, splash, triton
 from meshtrain.models.attention.attention import Attention
-from meshtrain.models.remat import HEADS, checkpoint_policy
+from meshtrain.models.remat import HEADS, saved_names
+from meshtrain.models.split import keep_named
 from meshtrain.sharding.placement import Placement
 
 BATCH_SIZE, NUM_HEADS, HEAD_DIM, BLOCK = 2, 4, 16, 64
@@ -158,16 +159,20 @@ def test_in_16_bits_it_errs_by_no_more_than_one_rounding(kernel, dtype):
 
 
 @pytest.mark.parametrize(("policy", "num_forward"), [("none", 1), ("full", 2), ("save_attention", 1), ("dots", 2)])
-@pytest.mark.parametrize("kernel", TRACED)
-def test_the_forward_pass_runs_again_where_the_policy_says_so(kernel, policy, num_forward):
+@pytest.mark.parametrize(("kernel", "window"), [("blockwise", 0), ("triton", 0), ("blockwise", 16)])
+def test_the_forward_pass_runs_again_where_the_policy_says_so(kernel, window, policy, num_forward):
+    """With a window the layer alternates: it is local or global by a condition, whose branches are both counted."""
     given = arrays(128, 128, 2)
+    which = {"is_global": jnp.bool_(True)} if window else {}
 
-    def loss(q):
-        return jnp.sum(jnp.sin(by(kernel)(jnp.sin(q), *given[1:3], None)))
+    def layer(weights, q, others):
+        attend, settings = KERNELS[kernel]
+        attention = Attention(NUM_HEADS, 2, HEAD_DIM, window=window)
+        return jnp.sum(jnp.sin(attend(jnp.sin(q), *given[1:3], None, attention, **settings, **which))), None
 
-    kept = jax.checkpoint(loss, policy=checkpoint_policy(policy, Placement.single_device()))
-    traced = jax.make_jaxpr(jax.grad(loss if policy == "none" else kept))(given[0])
-    assert num_runs(traced.jaxpr, TRACED[kernel]) == num_forward
+    kept = layer if policy == "none" else keep_named(layer, saved_names(policy, Placement.single_device()))
+    traced = jax.make_jaxpr(jax.grad(lambda q: kept({}, q, ())[0]))(given[0])
+    assert num_runs(traced.jaxpr, TRACED[kernel]) == num_forward * (2 if window else 1)
 
 
 def num_runs(jaxpr, name):

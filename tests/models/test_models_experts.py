@@ -16,7 +16,8 @@ from meshtrain.models.moe import chunks, experts, routing
 from meshtrain.models.moe.chunks import Parts
 from meshtrain.models.moe.experts import Experts
 from meshtrain.models.moe.routing import Tokens
-from meshtrain.models.remat import RematOptions, checkpoint_policy
+from meshtrain.models.remat import RematOptions, saved_names
+from meshtrain.models.split import keep_named
 from meshtrain.models.task import SEQUENCE_INDEX
 from meshtrain.models.transformer.decoder import DecoderOptions
 from meshtrain.models.transformer.task import decoder
@@ -183,12 +184,12 @@ def test_a_part_has_the_rows_of_an_even_load_and_a_quarter_more(num_experts, num
 def gradients(policy=None):
     """(weights, activations) -> value and gradients of a layer, of which a policy saves some residuals."""
 
-    def run(weights, x):
+    def run(weights, x, others):
         y = layer_of().apply({"params": weights}, x, jnp.int32(0), None)[0]
-        return jnp.sum(y * jax.random.normal(jax.random.key(3), x.shape))
+        return jnp.sum(y * jax.random.normal(jax.random.key(3), x.shape)), None
 
-    run = jax.checkpoint(run, policy=checkpoint_policy(policy, Placement.single_device())) if policy else run
-    return jax.value_and_grad(run, argnums=(0, 1))
+    kept = keep_named(run, saved_names(policy, Placement.single_device())) if policy else run
+    return jax.value_and_grad(lambda weights, x: kept(weights, x, ())[0], argnums=(0, 1))
 
 
 ANY, SAME = [0.3, -0.2, 0, 0.1, 0], [9, 0, 0, 9, 0]  # biases; with the latter all tokens choose the same two experts

@@ -11,6 +11,7 @@ from jax.extend.core import jaxprs_in_params
 from meshtrain.assembly.assemble import assemble
 from meshtrain.config.schema import Config
 from meshtrain.models import remat
+from meshtrain.models.decoder_options import MoeOptions
 from meshtrain.models.remat import RematOptions
 from meshtrain.models.transformer.decoder import DecoderOptions
 from meshtrain.optim.optimizers import OptimizerOptions
@@ -131,6 +132,35 @@ def test_gradients_that_are_reduced_layer_by_layer_keep_an_unrolled_stack(unroll
 
 def test_what_is_recomputed_stays_a_loop():
     assert temporary_bytes(RematOptions("full", unroll=True)) == temporary_bytes(RematOptions("full"))
+
+
+FAST = ["none-fsdp", "selective-expert", "dots-pipeline", "save_attention-fsdp", "full-pipeline", "offload-fsdp"]
+FLAG_CASES = [
+    pytest.param(policy, axis, id=f"{policy}-{axis}", marks=[] if f"{policy}-{axis}" in FAST else [pytest.mark.slow])
+    for policy in ("none", "selective", "dots", "save_attention", "full", "offload")
+    for axis in ("fsdp", "expert", "pipeline")
+    if (policy, axis) != ("offload", "pipeline")  # an error
+]
+
+
+@pytest.mark.parametrize("policy, axis", FLAG_CASES)
+def test_the_flag_changes_no_program(policy, axis):
+    """JAX's other implementation of `jax.checkpoint` decides nothing: the lowered step has the same text."""
+    moe = MoeOptions(num_experts=2, experts_per_token=1, expert_dim=8) if axis == "expert" else MoeOptions()
+    model = DecoderOptions(num_layers=2, embed_dim=8, mlp_dim=8, num_heads=2, num_kv_heads=2, vocab_size=16, moe=moe)
+    config = Config(
+        batch_size=8, sequence_length=8, accumulation_steps=2 if axis == "pipeline" else 1, model=model,
+        optimizer=OptimizerOptions(name="sgd"), remat=RematOptions(policy),
+    )  # fmt: skip
+    texts, before = [], jax.config.jax_remat3
+    try:
+        for flag in (False, True):
+            jax.config.update("jax_remat3", flag)
+            assembly = assemble(config, dict.fromkeys(AXES, 1) | {axis: 2}, jax.devices()[:2])
+            texts.append(assembly.steps.train.lower(assembly.state, assembly.batch).as_text())
+    finally:
+        jax.config.update("jax_remat3", before)
+    assert texts[0] == texts[1]
 
 
 @pytest.mark.slow

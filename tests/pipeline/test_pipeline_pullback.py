@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 
 from meshtrain.errors import UserError
 from meshtrain.models.decoder_options import NormOptions
@@ -85,14 +86,13 @@ def test_gradients_are_those_of_one_pass_and_no_weight_waits(layer):
 
 
 def test_residuals_in_host_memory_are_one_line():
-    name = jax.ad_checkpoint.checkpoint_name
     policy = jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=[],
         names_which_can_be_offloaded=["x"],
         offload_src="device",
         offload_dst="pinned_host",
     )
-    layer = jax.checkpoint(lambda w, x: jnp.tanh(name(2 * x, "x") @ w[0]), policy=policy)
+    layer = jax.checkpoint(lambda w, x: jnp.tanh(checkpoint_name(2 * x, "x") @ w[0]), policy=policy)
     with pytest.raises(
         UserError, match=r"stages.repeated: got saved activations in host memory.*nearest: nothing_saveable"
     ):

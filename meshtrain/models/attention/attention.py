@@ -10,7 +10,8 @@ An implementation is a function `attend(q, k, v, documents, attention, sinks, ..
     sinks      float32 [b, T, N], the scores of attention sinks, equal for all queries, see `kernel.py`; None: no sinks
     first      int32 scalar, the position of the first query among the keys, if a device has a part of the queries;
                None: queries and keys are the same tokens, or attention is not causal
-    name       checkpoint name of the heads and of the logarithms of the softmax's sums, for `jax.checkpoint` policies
+    is_global  bool scalar, whether the window is ignored, for implementations with windows; None: it is not ignored
+    name       name of the heads and of the logarithms of the softmax's sums, as marked values for remat policies
     interpret  whether to run a kernel as plain JAX, slowly, on a platform for which it is not made
 
 Scores, softmax and sums are float32. With causal attention S is T, unless queries are a part of the sequence.

@@ -96,6 +96,7 @@ def attend(
     name: str,
     largest_block: int = LARGEST_BLOCK,
     first: jax.Array | None = None,
+    is_global: jax.Array | None = None,
 ) -> jax.Array:
     """Returns the attention output of each head, [b, T, N, H], computed block by block.
 
@@ -116,8 +117,9 @@ def attend(
     q = q.reshape(num_sequences, length, num_groups, num_heads // num_groups, head_dim)
     q, k, v = pad(q, lengths[0]), pad(k, lengths[1]), pad(v, lengths[1])
     blocks = Blocks(num_queries, num_keys, queries, keys, attention, first is not None)
-    by_blocks = kernel.Kernel(blockwise_forward, blockwise_backward, blocks, name)
-    heads = kernel.attend(by_blocks, sinks, q, k, v, documents, first)
+    everywhere = dataclasses.replace(blocks, attention=dataclasses.replace(attention, window=0))
+    by_blocks = kernel.Kernel(blockwise_forward, blockwise_backward, blocks, name, of_global=everywhere)
+    heads = kernel.attend(by_blocks, sinks, q, k, v, documents, first, is_global=is_global)
     return heads[:, :length].reshape(num_sequences, length, num_heads, head_dim).astype(dtype)
 
 

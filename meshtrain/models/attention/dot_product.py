@@ -3,6 +3,7 @@
 b, T, S, N, G, H: see `attention.py`.
 """
 
+import functools
 import inspect
 from typing import Literal
 
@@ -11,6 +12,8 @@ import jax.numpy as jnp
 
 from meshtrain.models.attention.attention import Attention, Documents, same_document
 from meshtrain.models.layers import cap_values
+from meshtrain.models.remat import HEADS
+from meshtrain.sharding.saved import mark_residuals
 
 
 def has_cudnn() -> bool:
@@ -49,6 +52,11 @@ def attend(
         # JAX requests a float16 matmul that only GPUs support. The input of the softmax is float32 anyway.
         q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
     mask = same_document(*documents) if documents is not None else None
+    if how == "cudnn":
+        windows = (window,) if is_global is None else (0, window)
+        kernels = [functools.partial(_cudnn, mask=mask, attention=attention, window=each) for each in windows]
+        heads: jax.Array = mark_residuals(kernels, is_global, HEADS, q, k, v).astype(dtype)
+        return heads
     reach = window if is_global is None else jnp.where(is_global, k.shape[1], window)
     distance = (0 if first is None else first) + jnp.arange(q.shape[1])[:, None] - jnp.arange(k.shape[1])
     local, seen = None, None
@@ -57,16 +65,37 @@ def attend(
     elif window and mask is None and is_global is None and not cap and sinks is None:
         local = (window - 1, 0)
     elif window:
-        # cuDNN's kernel takes either a window or a mask. Both need `is_causal`: a window does not exclude later keys.
         seen = distance < reach
     if seen is not None:
         mask = seen[None, None] if mask is None else mask & seen
     if cap or sinks is not None:
-        assert how == "xla", "the kernel supports neither cap nor sinks"
         return _plain_attention(q, k, v, mask, causal, attention, sinks).astype(dtype)
     return jax.nn.dot_product_attention(
-        q, k, v, mask=mask, scale=attention.scale, is_causal=causal, implementation=how, local_window_size=local
+        q, k, v, mask=mask, scale=attention.scale, is_causal=causal, implementation="xla", local_window_size=local
     ).astype(dtype)
+
+
+def _cudnn(
+    q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | None, attention: Attention, window: int
+) -> jax.Array:
+    """Returns the attention output of each head, [b, T, N, H], by cuDNN's kernel.
+
+    Args:
+      q: queries [b, T, N, H].
+      k: keys [b, S, G, H].
+      v: values [b, S, G, H].
+      mask: bool, broadcastable to [b, 1, T, S], true if a query attends to a key; None: no mask.
+      attention: settings of attention, without cap and sinks.
+      window: tokens to which a query attends; 0: all.
+    """
+    # The kernel takes either a window or a mask. Both need `is_causal`: a window does not exclude later keys.
+    local = (window - 1, 0) if window and mask is None else None
+    if window and mask is not None:
+        mask = mask & (jnp.arange(q.shape[1])[:, None] - jnp.arange(k.shape[1]) < window)[None, None]
+    return jax.nn.dot_product_attention(
+        q, k, v, mask=mask, scale=attention.scale, is_causal=attention.causal, implementation="cudnn",
+        local_window_size=local,
+    )  # fmt: skip
 
 
 def _plain_attention(

@@ -82,6 +82,7 @@ def attend(
     sinks: jax.Array | None = None,
     *,
     name: str,
+    is_global: jax.Array | None = None,
 ) -> jax.Array:
     """Returns the attention output of each head, [b, T, N, H], by cuDNN; for the arguments see `attention.py`.
 
@@ -90,7 +91,8 @@ def attend(
     static = Static(attention.scale, attention.causal, attention.window, attention.cap, documents is not None)
     ids = () if documents is None else documents
     of_queries, of_keys = (x.astype(jnp.float32) for x in ids) if ids else (None, None)
-    return kernel.attend(kernel.Kernel(_forward, _backward, static, name), sinks, q, k, v, of_queries, of_keys)
+    cudnn = kernel.Kernel(_forward, _backward, static, name, of_global=static._replace(window=0))
+    return kernel.attend(cudnn, sinks, q, k, v, of_queries, of_keys, is_global=is_global)
 
 
 @functools.cache

@@ -10,13 +10,13 @@ Sinks are repeated for each query, so a split of queries also splits the sinks, 
 
 import functools
 from collections.abc import Callable, Hashable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 
 from meshtrain.models.attention.attention import Documents, pad
+from meshtrain.sharding.saved import mark
 
 Given = jax.Array | Documents  # an array argument of a kernel, or a pair of document ids; may be None
 
@@ -31,8 +31,9 @@ class Kernel(NamedTuple):
       backward: (static, q, k, v, further arguments, heads, log sums, cotangent of the heads) -> cotangents of q, k and
         v.
       static: hashable first argument of both functions, for settings that are not arrays.
-      name: checkpoint name of heads and log sums, for `jax.checkpoint` policies.
+      name: name of heads and log sums, as marked values for remat policies.
       unit: factor that converts the kernel's log sums to natural logarithms, such as ln 2 for logarithms to base 2.
+      of_global: the value of `static` for a layer without a window, if layers with and without a window alternate.
     """
 
     forward: Callable[..., tuple[jax.Array, jax.Array]]
@@ -40,9 +41,12 @@ class Kernel(NamedTuple):
     static: Hashable
     name: str
     unit: float = 1.0
+    of_global: Hashable = None
 
 
-def attend(kernel: Kernel, sinks: jax.Array | None, q: jax.Array, *others: Given) -> jax.Array:
+def attend(
+    kernel: Kernel, sinks: jax.Array | None, q: jax.Array, *others: Given, is_global: jax.Array | None = None
+) -> jax.Array:
     """Returns the attention output of each head computed by a kernel, with sinks, in the shape of q.
 
     Args:
@@ -51,41 +55,59 @@ def attend(kernel: Kernel, sinks: jax.Array | None, q: jax.Array, *others: Given
         function pads the sinks as well.
       q: queries in the shape that the kernel takes, [b, padded T, ..., H].
       others: the arguments of the kernel after q: keys, values, and further arguments such as document ids.
+      is_global: bool scalar, whether `kernel.of_global` replaces `kernel.static`; None: it does not.
     """
     own = None if sinks is None else pad(sinks, q.shape[1]).reshape(q.shape[:-1]).swapaxes(1, 2)
-    heads: jax.Array = _attend(kernel, own, q, *others)
+    given: tuple[Any, ...] = (is_global, own, q, *others)
+    # The results are marked outside of `_attach`, because its forward pass may be traced when no tape is there.
+    results: tuple[jax.Array, ...] = _forward(kernel, *jax.lax.stop_gradient(given))
+    results = tuple(mark(x, kernel.name, has_gradient=False) for x in results)
+    heads: jax.Array = _attach(kernel, given, results)
     return heads
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(kernel: Kernel, sinks: jax.Array | None, *given: Given) -> jax.Array:
-    """Returns the attention output of each head, with sinks, in the shape of q.
-
-    `given` are the arguments of the kernel: q, k, v and further arguments. `sinks` is None or has the shape of the
-    kernel's log sums.
-    """
-    return _forward(kernel, sinks, *given)[0]
-
-
-def _forward(kernel: Kernel, sinks: jax.Array | None, *given: Given) -> tuple[jax.Array, tuple[Given, ...]]:
-    heads, log_sums = kernel.forward(kernel.static, *given)
+def _forward(
+    kernel: Kernel, is_global: jax.Array | None, sinks: jax.Array | None, *given: Given
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the attention output of each head in the shape of q, and the log sums, both with sinks."""
+    heads, log_sums = _choose(kernel.forward, kernel, is_global, *given)
     if sinks is not None:
         heads, log_sums = fold_sinks(heads.swapaxes(1, 2), log_sums * kernel.unit, sinks)
         heads, log_sums = heads.swapaxes(1, 2), log_sums / kernel.unit
-    heads, log_sums = (checkpoint_name(x, kernel.name) for x in (heads, log_sums))
-    return heads, (sinks, *given, heads, log_sums)
+    return heads, log_sums
 
 
-def _backward(kernel: Kernel, kept: tuple[jax.Array, ...], of_heads: jax.Array) -> tuple[jax.Array | None, ...]:
-    sinks, *given, heads, log_sums = kept
+def _choose(run: Callable[..., Any], kernel: Kernel, is_global: jax.Array | None, *given: Given) -> Any:
+    """Runs `kernel.forward` or `kernel.backward` for a layer with a window, or without a window if `is_global`."""
+    if is_global is None:
+        return run(kernel.static, *given)
+    # The branches have no collectives: stages of a pipeline may take different branches.
+    of_both = [functools.partial(run, static) for static in (kernel.of_global, kernel.static)]
+    return jax.lax.cond(is_global, *of_both, *given)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attach(kernel: Kernel, given: tuple[Given, ...], results: tuple[jax.Array, ...]) -> jax.Array:
+    """Returns the heads, the first of the kernel's results, with the kernel's backward pass.
+
+    Args:
+      kernel: forward and backward pass.
+      given: `is_global`, sinks (None, or in the shape of the log sums), q, k, v and further arguments of the kernel.
+      results: heads and log sums, from `_forward`.
+    """
+    return results[0]
+
+
+def _backward(kernel: Kernel, residuals: Any, of_heads: jax.Array) -> tuple[Any, None]:
+    (is_global, sinks, *given), (heads, log_sums) = residuals
     of_sinks = None
     if sinks is not None:
         of_sinks = cotangent(heads.swapaxes(1, 2), log_sums * kernel.unit, sinks, of_heads.swapaxes(1, 2))
-    of_q, of_k, of_v = kernel.backward(kernel.static, *given, heads, log_sums, of_heads)
-    return of_sinks, of_q, of_k, of_v, *[None] * (len(given) - 3)
+    of_q, of_k, of_v = _choose(kernel.backward, kernel, is_global, *given, heads, log_sums, of_heads)
+    return (None, of_sinks, of_q, of_k, of_v, *[None] * (len(given) - 3)), None
 
 
-_attend.defvjp(_forward, _backward)
+_attach.defvjp(lambda kernel, given, results: (results[0], (given, results)), _backward)
 
 
 def fold_sinks(heads: jax.Array, log_sums: jax.Array, sinks: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -17,7 +17,6 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from jax.ad_checkpoint import checkpoint_name
 
 from meshtrain.models.attention import dot_product
 from meshtrain.models.attention.attention import LATENTS, Latent
@@ -25,6 +24,7 @@ from meshtrain.models.attention.multi_head import CACHE, NEW, Memory, MultiHead,
 from meshtrain.models.layers import Norm, multiply, normal, weight, with_adapter
 from meshtrain.models.remat import QKV
 from meshtrain.models.rotary import rotate_neighbours
+from meshtrain.sharding.saved import mark
 
 ROWS = "from_latent"
 
@@ -89,7 +89,7 @@ class LatentAttention(MultiHead):
         axes = ("embed", "latent")
         kernel = weight(self, name, (x.shape[-1], width), axes, normal(self.init_std), self.placement, self.dtype)
         down = multiply(self, name, x, kernel, axes, self.placement)
-        return checkpoint_name(self.placement.activation(down, ("batch", "sequence", "latent")), QKV)
+        return mark(self.placement.activation(down, ("batch", "sequence", "latent")), QKV)
 
     def _norm_latent(self, name: str, x: jax.Array) -> jax.Array:
         centered = self.attention.centered_scales

@@ -10,7 +10,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
@@ -23,6 +22,7 @@ from meshtrain.models.remat import HEADS, QKV
 from meshtrain.models.rotary import rotate
 from meshtrain.sharding.param_sharding import axes_of_dims
 from meshtrain.sharding.placement import Placement
+from meshtrain.sharding.saved import mark
 
 
 class Memory(NamedTuple):
@@ -162,10 +162,8 @@ class MultiHead(nn.Module):
             attention = dataclasses.replace(attention, causal=False, window=0)
         heads = self._attend(q, k, v, both, self._sinks(q), attention.among(k.shape[1]), how, is_global)
         heads = self.placement.activation(heads, QUERIES)
-        # Policies already save the results of these kernels (of cuDNN's only outside of branches): a name would save an
-        # array twice.
-        is_saved = how in ("splash", "triton", "blockwise", "flex") or (how == "cudnn" and is_global is None)
-        return heads if is_saved else checkpoint_name(heads, HEADS)
+        # The results of these kernels are already marked; another mark would save an array twice.
+        return heads if how in ("splash", "triton", "blockwise", "flex", "cudnn") else mark(heads, HEADS)
 
     def _output(self, heads: jax.Array, embed_dim: int) -> jax.Array:
         """Returns the output projection, [b, T, D], of the attention output of each head, [b, T, N, H]."""
@@ -231,20 +229,16 @@ class MultiHead(nn.Module):
             with a score function).
           is_global: bool scalar, whether queries ignore the window; None: they do not.
         """
-        local, everywhere = (self._kernel(how, dataclasses.replace(attention, window=w)) for w in (attention.window, 0))
+        kernel = self._kernel(how, attention)
+        is_global = is_global if attention.window else None
 
         def run(
             q: jax.Array, k: jax.Array, v: jax.Array, documents: Documents, sinks: jax.Array | None,
             is_global: jax.Array | None, **place: jax.Array,
         ) -> jax.Array:  # fmt: skip
-            # The branches have no collectives: stages of a pipeline may take different branches.
-            if is_global is None or not attention.window:
-                return local(q, k, v, documents, sinks=sinks, **place)
-            if how == "xla":
-                return local(q, k, v, documents, sinks=sinks, is_global=is_global, **place)
-            branches = [lambda *given, at=at: at(*given[:4], sinks=given[4], **place) for at in (everywhere, local)]
-            heads: jax.Array = jax.lax.cond(is_global, *branches, q, k, v, documents, sinks)
-            return heads
+            # Some kernels have no windows.
+            which = {} if is_global is None else {"is_global": is_global}
+            return kernel(q, k, v, documents, sinks=sinks, **which, **place)
 
         queries = self.placement.activation_spec(q.shape, QUERIES)
         keys = self.placement.activation_spec(k.shape, ("batch", "sequence", "kv_heads", "head_dim"))
@@ -333,7 +327,7 @@ class MultiHead(nn.Module):
         if self.attention.qkv_biases:
             zeros = nn.initializers.zeros
             heads = heads + weight(self, f"{name}_bias", shape[1:], axes[1:], zeros, self.placement, self.dtype)
-        return checkpoint_name(self.placement.activation(heads, ("batch", "sequence", axis, "head_dim")), QKV)
+        return mark(self.placement.activation(heads, ("batch", "sequence", axis, "head_dim")), QKV)
 
     def _norm_heads(self, name: str, heads: jax.Array, axis: str) -> jax.Array:
         """Returns queries or keys [b, T, heads, H] after the norm of each head, or after one norm over all heads.

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from meshtrain.models.attention.attention import Attention, Documents, pad, pad_documents
+from meshtrain.sharding.saved import mark_residuals
 
 # The kernel's blocks are multiples of a TPU's 128 lanes; larger blocks read keys and values less often.
 LANES, LARGEST_BLOCK = 128, 512
@@ -47,6 +48,7 @@ def attend(
     *,
     name: str,
     interpret: bool,
+    is_global: jax.Array | None = None,
 ) -> jax.Array:
     """Returns the attention output of each head, [b, T, N, H], by the TPU kernel; for the arguments see `attention.py`.
 
@@ -63,21 +65,28 @@ def attend(
     documents = pad_documents(documents, q, k, shape, attention.causal)
     segments = None if documents is None else splash.SegmentIds(*documents)
     q, k, v = (pad(x, size).swapaxes(1, 2) for x, size in zip((q, k, v), (*shape, shape[1]), strict=True))
-    mask: masks.Mask = masks.CausalMask(shape) if attention.causal else masks.FullMask(shape)
-    if attention.window:
-        mask = masks.LocalMask(shape, (attention.window - 1, 0), offset=0)
     of_q, of_kv = map(_block, shape)
-    kernel = splash.make_splash_mha_single_device(
-        masks.MultiHeadMask([mask] * num_heads),
-        block_sizes=splash.BlockSizes(
-            of_q, of_kv, block_q_dkv=of_q, block_kv_dkv=of_kv, block_q_dq=of_q, block_kv_dq=of_kv
-        ),
-        residual_checkpoint_name=name,
-        attn_logits_soft_cap=attention.cap or None,
-        interpret=interpret,
-    )
-    heads: jax.Array = jax.vmap(kernel)(q, k, v, segments, None if sinks is None else sinks[:, 0])
-    return heads.swapaxes(1, 2)[:, :length]
+    sizes = splash.BlockSizes(
+        of_q, of_kv, block_q_dkv=of_q, block_kv_dkv=of_kv, block_q_dq=of_q, block_kv_dq=of_kv
+    )  # fmt: skip
+
+    def run(window: int, q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None) -> jax.Array:
+        mask: masks.Mask = masks.CausalMask(shape) if attention.causal else masks.FullMask(shape)
+        if window:
+            mask = masks.LocalMask(shape, (window - 1, 0), offset=0)
+        kernel = splash.make_splash_mha_single_device(
+            masks.MultiHeadMask([mask] * num_heads),
+            block_sizes=sizes,
+            attn_logits_soft_cap=attention.cap or None,
+            interpret=interpret,
+        )
+        heads: jax.Array = jax.vmap(kernel)(q, k, v, segments, sinks)
+        return heads
+
+    windows = (attention.window,) if is_global is None else (0, attention.window)
+    kernels = [functools.partial(run, window) for window in windows]
+    own = None if sinks is None else sinks[:, 0]
+    return mark_residuals(kernels, is_global, name, q, k, v, own).swapaxes(1, 2)[:, :length]
 
 
 def _block(length: int) -> int:

@@ -23,12 +23,12 @@ from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 
 from meshtrain.models.layers import GATES, A, B
 from meshtrain.models.moe import grouped_matmul
 from meshtrain.models.moe.grouped_matmul import Stack
 from meshtrain.models.remat import EXPERT_UP
+from meshtrain.sharding.saved import mark, value_and_pullback
 from meshtrain.sharding.trees import Arrays
 
 ROOM = 1.25  # rows of a part divided by the rows of an even load
@@ -197,23 +197,50 @@ def results(how: How, x: jax.Array, gates: jax.Array, matrices: Matrices, index:
       stacks: name of a matrix (`up`, `gate` or `down`) -> the matrix of all layers in one array (`Stack`), from which a
         GPU kernel reads this layer. A matrix without an entry is read from `matrices`.
     """
-    return _results(how, x, gates, dict(matrices), index, dict(stacks))
+    given = x, gates, dict(matrices)
+    first, pullback = value_and_pullback(functools.partial(_of_part, how, index, dict(stacks), 0), *given)
+    result: jax.Array = _results(how, *given, index, dict(stacks), first, pullback)
+    return result
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _results(how: How, x: jax.Array, gates: jax.Array, matrices: Matrices, index: Index, stacks: Stacks) -> jax.Array:
-    return _forward(how, x, gates, matrices, index, stacks)[0]
+def _results(
+    how: How,
+    x: jax.Array,
+    gates: jax.Array,
+    matrices: Matrices,
+    index: Index,
+    stacks: Stacks,
+    first: jax.Array,
+    pullback: Arrays,
+) -> jax.Array:
+    """Returns the gated sum of the experts' results for each token, given the result of the first part.
+
+    The other arguments are described in `results`.
+
+    Args:
+      first: the result of the first part, [t, D], computed outside of this function so that a remat policy can save
+        values of this computation.
+      pullback: the pullback of the first part, from `value_and_pullback`.
+    """
+    return _forward(how, x, gates, matrices, index, stacks, first, pullback)[0]
 
 
 def _forward(
-    how: How, x: jax.Array, gates: jax.Array, matrices: Matrices, index: Index, stacks: Stacks
+    how: How,
+    x: jax.Array,
+    gates: jax.Array,
+    matrices: Matrices,
+    index: Index,
+    stacks: Stacks,
+    first: jax.Array,
+    pullback: Arrays,
 ) -> tuple[jax.Array, Arrays]:
-    first, pullback = jax.vjp(functools.partial(_of_part, how, index, stacks, 0), x, gates, matrices)
     of_part = lambda number: _of_part(how, index, stacks, number, x, gates, matrices)  # noqa: E731
     return _with_further(how, index, matrices, of_part, first), (pullback, x, gates, matrices, index, stacks)
 
 
-def _backward(how: How, kept: Arrays, cotangent: jax.Array) -> tuple[jax.Array, jax.Array, Matrices, None, None]:
+def _backward(how: How, kept: Arrays, cotangent: jax.Array) -> tuple[jax.Array | Matrices | None, ...]:
     pullback, x, gates, matrices, index, stacks = kept
 
     def of_part(number: jax.Array) -> tuple[jax.Array, jax.Array, Matrices]:
@@ -225,7 +252,7 @@ def _backward(how: How, kept: Arrays, cotangent: jax.Array) -> tuple[jax.Array, 
     # Two loops, so that the cotangent of x can be sent before the weights' cotangents are computed.
     of_x = _with_further(how, index, matrices, lambda number: of_part(number)[0], of_x)
     others = _with_further(how, index, matrices, lambda number: of_part(number)[1:], (of_gates, of_matrices))
-    return (of_x, *others, None, None)
+    return (of_x, *others, None, None, None, None)
 
 
 _results.defvjp(_forward, _backward)
@@ -318,7 +345,7 @@ def of_rows(
         added = of_owner(matrices[bias])
         return result + (added if name != "down" else (added * gate[:, None]).astype(added.dtype))
 
-    up, gated = (checkpoint_name(times(rows, name), EXPERT_UP) for name in ("up", "gate"))
+    up, gated = (mark(times(rows, name), EXPERT_UP) for name in ("up", "gate"))
     inner = GATES[activation](gated, up).astype(jnp.float32) * gate[:, None]
     return times(inner.astype(rows.dtype), "down")
 

@@ -35,9 +35,11 @@ from meshtrain.models.moe import chunks, routing
 from meshtrain.models.moe.chunks import Parts, Stacks
 from meshtrain.models.moe.grouped_matmul import Stack
 from meshtrain.models.moe.routing import Routing, Tokens
+from meshtrain.models.remat import PRODUCT
 from meshtrain.models.task import LayerSums, Params
 from meshtrain.sharding.param_sharding import Names, axes_in, axes_of_dims
 from meshtrain.sharding.placement import Placement
+from meshtrain.sharding.saved import GATHERED, mark
 from meshtrain.sharding.trees import Arrays
 
 UP, DOWN = ("experts", "expert_embed", "expert_mlp"), ("experts", "expert_mlp", "expert_embed")
@@ -87,7 +89,7 @@ class Experts(nn.Module):
         bias = None
         if moe.router == "sigmoid":
             bias = weight(self, BIAS, (moe.num_experts,), ("router",), zeros, place, jnp.float32)
-        logits = routing.logits(x, router)
+        logits = mark(routing.logits(x, router), PRODUCT)
         if moe.biases:
             logits = logits + weight(self, ROUTER_SHIFT, (moe.num_experts,), ("norm",), zeros, place, jnp.float32)
         groups = moe.router_groups, min(moe.groups_per_token, moe.router_groups)
@@ -342,7 +344,7 @@ class _Plan:
                 "the axes that split a weight only in storage are the last axes of a dim"
             )
             if over := stored[len(whole) :]:
-                matrix = jax.lax.all_gather(matrix, over, axis=dim, tiled=True)
+                matrix = mark(jax.lax.all_gather(matrix, over, axis=dim, tiled=True), GATHERED)
         return matrix
 
     def _from_all(self, array: jax.Array) -> jax.Array:

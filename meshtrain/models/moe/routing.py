@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 
 from meshtrain.models.remat import CHOSEN
+from meshtrain.sharding.saved import mark
 
 
 class Tokens(NamedTuple):
@@ -81,7 +81,7 @@ def route(
     ranked = in_best_groups(scores if bias is None else scores + bias, *groups)
     _, chosen = jax.lax.top_k(jax.lax.stop_gradient(ranked), num_chosen)
     # Every remat policy saves the choices, because a recomputation could round differently and choose other experts.
-    chosen = checkpoint_name(chosen.astype(jnp.int32), CHOSEN)
+    chosen = mark(chosen.astype(jnp.int32), CHOSEN)
     gates = jnp.take_along_axis(scores, chosen, axis=-1)
     gates = gates / (jnp.sum(gates, axis=-1, keepdims=True) + 1e-20)
     shares = scores if kind == "softmax" else scores / (jnp.sum(scores, axis=-1, keepdims=True) + 1e-20)

@@ -12,7 +12,6 @@ from typing import NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from meshtrain.models import vocabulary
@@ -24,11 +23,13 @@ from meshtrain.models.layers import Mlp, Norm, dropout, gather_sequence, normal,
 from meshtrain.models.metrics import PEAK, peaks
 from meshtrain.models.moe.experts import Experts
 from meshtrain.models.moe.routing import Tokens
-from meshtrain.models.remat import MIDDLE, RESIDUAL, RematOptions, checkpoint_policy
+from meshtrain.models.remat import MIDDLE, RESIDUAL, RematOptions
 from meshtrain.models.rotary import rotary_angles
+from meshtrain.models.split import with_policy
 from meshtrain.models.task import Batch, LayerSums, Params
 from meshtrain.models.transformer.cache import latest
 from meshtrain.sharding.placement import Placement
+from meshtrain.sharding.saved import mark
 from meshtrain.sharding.trees import Arrays
 
 EMBEDDING_SITE, ATTENTION_SITE, MLP_SITE = 0, 1, 2
@@ -148,7 +149,7 @@ class Layer(nn.Module):
         how = (o.attends, o.init_std, output_std, place, self.dtype)
         widths = o.latent_widths
         attention = LatentAttention(*how, widths, name="attention") if widths else MultiHead(*how, name="attention")
-        x = checkpoint_name(x, RESIDUAL)
+        x = mark(x, RESIDUAL)
         before = o.norm.pre or not o.norm.post
         normed = gather_sequence(norm(name="attention_norm")(x) if before else x, place)
         attend = jax.named_scope(LOCAL_OR_GLOBAL)(attention) if o.alternates else attention
@@ -159,8 +160,8 @@ class Layer(nn.Module):
             stretch = None if stretch is None else jnp.where(is_rotated, stretch, 1.0)
         added = attend(normed, own_angles, documents, slots=own_slots, is_global=is_global, stretch=stretch)
         added = self._residual(added)
-        added = norm(name="attention_post_norm")(checkpoint_name(added, MIDDLE)) if o.norm.post else added
-        x = checkpoint_name(x + dropout(added, rate, keys, ATTENTION_SITE), MIDDLE)
+        added = norm(name="attention_post_norm")(mark(added, MIDDLE)) if o.norm.post else added
+        x = mark(x + dropout(added, rate, keys, ATTENTION_SITE), MIDDLE)
         normed = gather_sequence(norm(name="mlp_norm")(x) if before else x, place)
         sums = None
         if o.moe.num_experts:
@@ -170,7 +171,7 @@ class Layer(nn.Module):
             mlp = Mlp(o.mlp_dim, o.activation, biases, *stds, place, self.dtype, o.mlp_biases, name="mlp")
             added = mlp(normed)
         added = self._residual(added)
-        added = norm(name="mlp_post_norm")(checkpoint_name(added, MIDDLE)) if o.norm.post else added
+        added = norm(name="mlp_post_norm")(mark(added, MIDDLE)) if o.norm.post else added
         x = x + dropout(added, rate, keys, MLP_SITE)
         return self._residual(x), sums
 
@@ -257,40 +258,31 @@ def layer_stack(
     num_layers: int,
     placement: Placement,
     dtype: DTypeLike,
-    train: bool,
-    remat: str,
     layer: type[nn.Module] = Layer,
     num_given: int = 5,
     stacked_by: str = "layers",
-    unroll: bool = False,
 ) -> nn.Module:
-    """Returns a stack of `num_layers` layers as one scanned Linen module.
+    """Returns a stack of `num_layers` layers as one scanned Linen module, for initialization and for generation.
 
     Args:
       options: options of the model, for `layer`.
       num_layers: number of layers.
       placement: determines the shardings of activations and gathered weights.
       dtype: compute dtype.
-      train: whether to apply dropout.
-      remat: what the backward pass recomputes in each layer, one of the choices of `RematOptions.policy`.
       layer: class of a layer, with the fields and arguments of `Layer`.
       num_given: number of arguments of a layer after `x` and its index. All layers get the same values of these
         arguments.
       stacked_by: logical axis of the dim of weights that stacks the layers.
-      unroll: whether to compile each layer separately instead of as a loop.
     """
-    policy = checkpoint_policy(remat, placement)
-    layer = nn.remat(layer, policy=policy, prevent_cse=False) if policy is not None else layer
     stack = nn.scan(
         layer,
         variable_axes={"params": 0, CACHE: 0, NEW: 0},
         split_rngs={"params": True},
         in_axes=(0, *(nn.broadcast,) * num_given),
         length=num_layers,
-        unroll=num_layers if unroll else 1,
         metadata_params={nn.PARTITION_NAME: stacked_by},
     )
-    return stack(options, placement, dtype, train)
+    return stack(options, placement, dtype, False)
 
 
 def run_layers(
@@ -322,14 +314,16 @@ def run_layers(
       layer: class of a layer, with the fields and arguments of `Layer`.
     """
     policy, every = (remat.policy, remat.every) if train else ("none", 1)
-    unroll = train and remat.unrolls
+    module = layer(options, placement, dtype, train)
+
+    def apply(weights: Params, x: jax.Array, others: Arrays) -> Arrays:
+        index, arguments = others
+        return module.apply({"params": weights}, x, index, *arguments)
 
     def run(x: jax.Array, some: tuple[Params, jax.Array], policy: str) -> tuple[jax.Array, LayerSums]:
-        layers, indices = some
-        stack = layer_stack(
-            options, indices.shape[0], placement, dtype, train, policy, layer, len(given), unroll=unroll
-        )
-        y, sums = stack.apply({"params": layers}, x, indices, *given)
+        one = with_policy(apply, policy, placement) if train else apply
+        unroll = len(some[1]) if train and remat.unrolls else 1
+        y, sums = jax.lax.scan(lambda x, each: one(each[0], x, (each[1], given)), x, some, unroll=unroll)
         return y, _total(sums)
 
     def group(x: jax.Array, some: tuple[Params, jax.Array]) -> tuple[jax.Array, LayerSums]:

@@ -351,7 +351,7 @@ class Decoder:
             variables = {"params": params[name]}
             if slots is not None:
                 variables[CACHE] = {"attention": {name: cache[name][start:stop] for name in names}}
-            stack = layer_stack(options, stop - start, self.placement, self.dtype, False, "none")
+            stack = layer_stack(options, stop - start, self.placement, self.dtype)
             given = (jnp.arange(start, stop), sequence_keys(rng, batch), angles_of(o, positions), None, slots, None)
             (x, _), new = stack.apply(variables, x, *given, mutable=[NEW])
             parts.append(new[NEW]["attention"])
@@ -392,7 +392,7 @@ def init(options: DecoderOptions, num_positions: int, rng: jax.Array) -> Params:
     arguments = (sequence, angles_of(options, ints), None, None, None)
     layers = {}
     for own, start, stop, name in stacks(options):
-        stack = layer_stack(own, stop - start, nowhere, jnp.float32, False, "none", stacked_by=name)
+        stack = layer_stack(own, stop - start, nowhere, jnp.float32, stacked_by=name)
         key = keys[1] if name == "layers" else jax.random.fold_in(keys[1], 1)
         layers[name] = stack.init(key, x, jnp.arange(start, stop), *arguments)["params"]
     return {

@@ -18,7 +18,7 @@ from meshtrain.plan.cluster.attention_tracing import as_on_target
 from meshtrain.plan.cluster.clusters import Cluster
 from meshtrain.plan.cluster.traced_flops import attention_kernel, traced_flops
 from meshtrain.plan.hlo.parse import Program, read
-from meshtrain.sharding import jaxprs, placement
+from meshtrain.sharding import jaxprs, passes, placement, saved
 from meshtrain.step.device_memory import Statistics, statistics
 
 # Without a GPU the tiles of Triton's products are not tuned, and XLA then has no tiles for some products.
@@ -173,6 +173,6 @@ def _places_for_others(file: str, function: str) -> bool:
       function: the qualified name of the function.
     """
     of_layers = (layers.weight.__qualname__, layers.gather_sequence.__qualname__)
-    return file in (placement.__file__, jaxprs.__file__, fp8.__file__) or (
+    return file in (placement.__file__, jaxprs.__file__, passes.__file__, saved.__file__, fp8.__file__) or (
         file == layers.__file__ and function in of_layers
     )
