@@ -8,7 +8,15 @@ import numpy as np
 import pytest
 
 from meshtrain.models.moe import grouped_matmul
-from meshtrain.models.moe.grouped_matmul import How, Stack, arrange_blocks, compute_blocks, kernel_for, product
+from meshtrain.models.moe.grouped_matmul import (
+    How,
+    Stack,
+    arrange_blocks,
+    compute_blocks,
+    kernel_for,
+    no_kernel,
+    product,
+)
 
 E, D, F, M = 4, 6, 5, 4
 
@@ -108,6 +116,26 @@ def test_weights_in_a_stack_that_the_kernel_does_not_take_are_read_from_the_slic
     rows, weights = jax.random.normal(keys[0], (3 * 16, 96)), jax.random.normal(keys[1], (E, 96, 48))
     got = product(rows, weights, owners, stacked(weights))
     np.testing.assert_array_equal(got, compute_blocks(How("gpu", interpret=True), rows, weights, owners))
+
+
+@pytest.mark.parametrize(
+    ("capability", "weights", "dtype", "kernel"),
+    [
+        ((9, 0), (16, 2048, 768), "bfloat16", "mosaic"),
+        ((9, 0), (17, 2048, 768), "bfloat16", "loop"),
+        ((9, 0), (16, 2048, 96), "bfloat16", "loop"),
+        ((9, 0), (16, 2048, 768), "float32", "loop"),
+        ((8, 0), (16, 2048, 768), "bfloat16", "loop"),
+        ((10, 0), (16, 2048, 768), "bfloat16", "loop"),
+        (None, (16, 2048, 768), "bfloat16", "loop"),
+    ],
+)
+def test_without_triton_hopper_has_kernels_by_mosaic(monkeypatch, capability, weights, dtype, kernel):
+    given = "gpu", (1024, weights[1]), weights, 128, dtype, capability
+    assert kernel_for(*given) == "gpu"
+    monkeypatch.setattr(grouped_matmul.grouped_matmul_gpu, "is_available", lambda: False)
+    assert kernel_for(*given) == kernel
+    assert (no_kernel(*given) is None) == (kernel == "mosaic")
 
 
 @pytest.mark.parametrize(

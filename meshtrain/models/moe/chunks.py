@@ -24,6 +24,7 @@ from typing import NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 
+from meshtrain.hardware.accelerators import Capability
 from meshtrain.models.layers import GATES, A, B
 from meshtrain.models.moe import grouped_matmul
 from meshtrain.models.moe.grouped_matmul import Stack
@@ -176,11 +177,13 @@ class How(NamedTuple):
       cut: the split of rows into parts.
       activation: name of a gated activation function in `layers.GATES`.
       platform: platform of the devices as JAX names it, which determines the kernel for products.
+      capability: compute capability of the GPUs, see `Placement.compute_capability`; None: unknown, or no GPUs.
     """
 
     cut: Parts
     activation: str
     platform: str
+    capability: Capability | None = None
 
 
 def results(how: How, x: jax.Array, gates: jax.Array, matrices: Matrices, index: Index, stacks: Stacks) -> jax.Array:
@@ -301,7 +304,9 @@ def _of_part(
     gate = jnp.take(gates, choices, mode="fill", fill_value=0)
 
     def times(rows: jax.Array, name: str) -> jax.Array:
-        return grouped_matmul.product(rows, matrices[name], owners, stacks.get(name), platform=how.platform)
+        return grouped_matmul.product(
+            rows, matrices[name], owners, stacks.get(name), platform=how.platform, capability=how.capability
+        )
 
     hot = jax.nn.one_hot(owners, matrices["up"].shape[0], dtype=rows.dtype)
 

@@ -27,7 +27,7 @@ from flax import linen as nn
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
-from meshtrain.hardware.accelerators import runs_kernels
+from meshtrain.hardware.accelerators import Capability
 from meshtrain.models.decoder_options import DecoderOptions
 from meshtrain.models.layers import A, B, Mlp, X, factor_axes, normal, reduce_rows, sums_spec, weight
 from meshtrain.models.metrics import EXPERT_PARTS, Largest, Load, Metric, Metrics
@@ -118,10 +118,9 @@ class Experts(nn.Module):
         """
         place = self.placement
         matrices = self._matrices(x.shape[-1])
-        # Shapes of initial weights are computed before JAX may query devices. Kernels do not support old GPUs.
-        has_kernel = not self.is_initializing() and runs_kernels(place.compute_capability)
-        platform = place.platform if has_kernel else "cpu"
-        plan = _Plan.of(place, x, matrices, self.options, platform)
+        # Shapes of initial weights are computed before JAX may query devices.
+        device = ("cpu", None) if self.is_initializing() else (place.platform, place.compute_capability)
+        plan = _Plan.of(place, x, matrices, self.options, *device)
         stacks = self._stacks(plan)
         of_stacks = {name: Stack._make([PartitionSpec(None, *plan.stored[name]), PartitionSpec()]) for name in stacks}
         inputs = plan.x, plan.x, plan.x, dict(plan.stored), of_stacks
@@ -243,6 +242,7 @@ class _Plan:
       summed: mesh axes over which the inner dim of experts is split, so that results are summed over them.
       options: options of the decoder, with the number of experts and the activation function.
       platform: platform of the devices as JAX names it, which determines the kernel for products.
+      capability: compute capability of the GPUs, see `Placement.compute_capability`; None: unknown, or no GPUs.
     """
 
     x: PartitionSpec
@@ -253,6 +253,7 @@ class _Plan:
     summed: tuple[str, ...]
     options: DecoderOptions
     platform: str
+    capability: Capability | None
 
     @classmethod
     def of(
@@ -262,6 +263,7 @@ class _Plan:
         matrices: Mapping[str, tuple[jax.Array, Names]],
         o: DecoderOptions,
         platform: str,
+        capability: Capability | None,
     ) -> "_Plan":
         """Returns the shardings of one layer's activations and experts, as a `_Plan`.
 
@@ -273,13 +275,14 @@ class _Plan:
           matrices: name -> (matrix, its logical axes).
           o: options of the decoder.
           platform: platform of the devices as JAX names it.
+          capability: compute capability of the GPUs; None: unknown, or no GPUs.
         """
         of_x = place.activation_spec(x.shape, X)
         whole = {name: place.weight_spec(array.shape, axes) for name, (array, axes) in matrices.items()}
         experts, _, inner = axes_of_dims(whole["up"], len(UP))
         assert set(experts) <= set(axes_in(of_x)), "axes that split experts also split the batch"
         stored = {name: place.stored_spec(array.shape, axes) for name, (array, axes) in matrices.items()}
-        return cls(of_x, sums_spec(place, x.shape, inner), stored, whole, experts, inner, o, platform)
+        return cls(of_x, sums_spec(place, x.shape, inner), stored, whole, experts, inner, o, platform, capability)
 
     def on_device(
         self, x: jax.Array, chosen: jax.Array, gates: jax.Array, matrices: Mapping[str, jax.Array], stacks: Stacks
@@ -331,7 +334,7 @@ class _Plan:
         num_tokens, num_chosen = chosen.shape
         cut = Parts.of(num_tokens, num_chosen, num_here, o.moe.num_experts)
         index = chunks.arrange_rows(cut, local, num_here)
-        how = chunks.How(cut, o.activation, self.platform)
+        how = chunks.How(cut, o.activation, self.platform, self.capability)
         y = chunks.results(how, self._from_all(x), gates.reshape(-1), matrices, index, stacks)
         if self.shared:
             y = jax.lax.psum_scatter(y, self.shared, scatter_dimension=0, tiled=True)

@@ -10,7 +10,7 @@ C: choices, K: layers in a stack, E: experts, m: rows per block, R: rows of all 
 
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,11 +18,13 @@ from jax.typing import DTypeLike
 
 from meshtrain.hardware.accelerators import GPU, Capability, runs_kernels
 from meshtrain.models.fallback import NEWER_GPU, WITH_KERNELS, missing
-from meshtrain.models.moe import grouped_matmul_gpu, grouped_matmul_tpu
+from meshtrain.models.moe import grouped_matmul_gpu, grouped_matmul_mosaic, grouped_matmul_tpu
 
 NEEDED_ON_GPU = "widths per device that are multiples of 16, and arrays with fewer than 2^31 elements"
 NEEDED_ON_TPU = "widths per device that are multiples of 128, in float32 or bfloat16"
 WIDTHS = "model.moe.expert_dim / mesh.tensor and model.embed_dim that are such multiples, or more microbatches"
+# Kernels of rows that are sorted by expert, as modules with the functions `times` and `of_weights`.
+SORTED: dict[str, Any] = {"tpu": grouped_matmul_tpu, "mosaic": grouped_matmul_mosaic}
 WITH_ROWS = "blocks_with_rows"  # the scope of all products, see `Cost.shares`
 
 
@@ -84,7 +86,7 @@ class How(NamedTuple):
     """The selected kernel for products.
 
     Attributes:
-      kernel: `gpu` (Pallas through Triton), `tpu` (megablox) or `loop` (plain JAX).
+      kernel: `gpu` (Pallas through Triton), `mosaic` (Pallas with Mosaic), `tpu` (megablox) or `loop` (plain JAX).
       interpret: whether a kernel runs as plain JAX, slowly, on a platform for which it is not made.
     """
 
@@ -93,9 +95,16 @@ class How(NamedTuple):
 
 
 def kernel_for(
-    platform: str, rows: tuple[int, ...], weights: tuple[int, ...], block_rows: int, dtype: DTypeLike
+    platform: str,
+    rows: tuple[int, ...],
+    weights: tuple[int, ...],
+    block_rows: int,
+    dtype: DTypeLike,
+    capability: Capability | None = None,
 ) -> str:
-    """Returns the kernel that computes products on a platform: `gpu`, `tpu`, or `loop` (no kernel).
+    """Returns the kernel that computes products on a platform: `gpu`, `mosaic`, `tpu`, or `loop` (no kernel).
+
+    `mosaic` is used only if JAX has no Pallas-Triton: it has the speed of `gpu`, but copies each layer's weights.
 
     Args:
       platform: platform of the devices as JAX names it, such as `cpu`, `tpu`, `gpu` or `cuda`.
@@ -103,10 +112,13 @@ def kernel_for(
       weights: shape of the experts' weights, (E, D, F).
       block_rows: number of rows in a block, m.
       dtype: dtype of rows and weights.
+      capability: compute capability of the GPUs, see `Placement.compute_capability`; None: unknown, or no GPUs.
     """
-    if no_kernel(platform, rows, weights, block_rows, dtype) is not None:
+    if no_kernel(platform, rows, weights, block_rows, dtype, capability) is not None:
         return "loop"
-    return "gpu" if platform in GPU else platform
+    if platform not in GPU:
+        return platform
+    return "gpu" if grouped_matmul_gpu.is_available() else "mosaic"
 
 
 def no_kernel(
@@ -119,17 +131,17 @@ def no_kernel(
 ) -> tuple[str, str] | None:
     """Returns (reason why no kernel computes products, change after which a kernel does); None if a kernel does.
 
-    The change is '' for platforms without kernels. The other arguments are described in `kernel_for`.
-
-    Args:
-      capability: compute capability of the GPUs, see `Placement.compute_capability`; None: unknown, or no GPUs.
+    The change is '' for platforms without kernels. The arguments are described in `kernel_for`.
     """
     if platform in GPU:
         if not runs_kernels(capability):
             return "no kernel supports this GPU", NEWER_GPU
         if not grouped_matmul_gpu.takes(rows, weights, block_rows):
             return f"the kernels need {NEEDED_ON_GPU}", WIDTHS
-        return None if grouped_matmul_gpu.is_available() else (missing("Pallas for GPUs"), WITH_KERNELS)
+        by_mosaic = grouped_matmul_mosaic.takes(weights, dtype, capability)
+        if grouped_matmul_gpu.is_available() or (by_mosaic and grouped_matmul_mosaic.is_available()):
+            return None
+        return missing("Pallas for these shapes on this GPU"), WITH_KERNELS
     if platform == "tpu":
         if not grouped_matmul_tpu.takes(weights, block_rows, dtype):
             return f"the kernels need {NEEDED_ON_TPU}", WIDTHS
@@ -154,7 +166,13 @@ class Stack(NamedTuple):
 
 
 def product(
-    rows: jax.Array, weights: jax.Array, owners: jax.Array, stack: Stack | None = None, *, platform: str = "cpu"
+    rows: jax.Array,
+    weights: jax.Array,
+    owners: jax.Array,
+    stack: Stack | None = None,
+    *,
+    platform: str = "cpu",
+    capability: Capability | None = None,
 ) -> jax.Array:
     """Returns the product of each block of rows with its expert's weight, [R, F], summed in float32.
 
@@ -167,12 +185,13 @@ def product(
       owners: int32 [R / m], the expert of each block, ascending; E for a block without rows.
       stack: the same weights in a stack of all layers, which only kernels on GPUs read; None: no stack.
       platform: platform of the device as JAX names it.
+      capability: compute capability of the GPUs, see `Placement.compute_capability`; None: unknown, or no GPUs.
     """
     block_rows, shape = rows.shape[0] // owners.size, weights.shape
-    kernel = kernel_for(platform, rows.shape, shape, block_rows, rows.dtype)
+    kernel = kernel_for(platform, rows.shape, shape, block_rows, rows.dtype, capability)
     if stack is not None:
         of_all = math.prod(stack.weights.shape[:2]), *shape[1:]
-        takes_all = kernel_for(platform, rows.shape, of_all, block_rows, rows.dtype) == "gpu"
+        takes_all = kernel_for(platform, rows.shape, of_all, block_rows, rows.dtype, capability) == "gpu"
         stack = stack if takes_all else None
     return compute_blocks(How(kernel, interpret=platform == "cpu"), rows, weights, owners, stack)
 
@@ -209,9 +228,10 @@ def _times(
             return grouped_matmul_gpu.times(rows, of_layers, owners, transposed=transposed, interpret=how.interpret)
         sizes = _sizes(rows, owners, weights.shape[0])
         block_rows = rows.shape[0] // owners.size
-        return grouped_matmul_tpu.times(
+        result: jax.Array = SORTED[how.kernel].times(
             rows, weights, sizes, block_rows=block_rows, transposed=transposed, interpret=how.interpret
         )
+        return result
 
 
 def _of_weights(how: How, rows: jax.Array, cotangent: jax.Array, owners: jax.Array, num_experts: int) -> jax.Array:
@@ -234,7 +254,10 @@ def _of_weights(how: How, rows: jax.Array, cotangent: jax.Array, owners: jax.Arr
                 rows, cotangent, bounds, block_rows=block_rows, interpret=how.interpret
             )
         sizes = _sizes(rows, owners, num_experts)
-        return grouped_matmul_tpu.of_weights(rows, cotangent, sizes, block_rows=block_rows, interpret=how.interpret)
+        result: jax.Array = SORTED[how.kernel].of_weights(
+            rows, cotangent, sizes, block_rows=block_rows, interpret=how.interpret
+        )
+        return result
 
 
 def _sizes(rows: jax.Array, owners: jax.Array, num_experts: int) -> jax.Array:

@@ -42,8 +42,12 @@ PASSES = 2  # forward and backward
 OF_TOKENS, OF_CHOICES = 4, 3  # gathers and scatters of a layer, forward and backward
 TOKENS_AGAIN, CHOICES_AGAIN = 1, 2
 CHOICE_BYTES = 4
-_BY = {"gpu": "products by Pallas", "tpu": "products by megablox"}
-_WHY = {"gpu": "meshtrain's GPU kernels support these shapes", "tpu": "JAX's TPU kernels support these shapes"}
+_BY = {"gpu": "products by Pallas", "mosaic": "products by Mosaic", "tpu": "products by megablox"}
+_WHY = {
+    "gpu": "meshtrain's GPU kernels support these shapes",
+    "mosaic": "JAX has no Triton, and its Mosaic kernels support these shapes",
+    "tpu": "JAX's TPU kernels support these shapes",
+}
 IN_LOOP = "slower than a kernel, because blocks of rows are multiplied one after the other; not measured"
 
 
@@ -225,11 +229,11 @@ def _of_experts(
 ) -> Kernel:
     cut, _, num_here, _ = _parts(options, mesh_shape, units)
     sizes = (num_here, options.embed_dim, options.moe.expert_dim // mesh_shape[TENSOR])
-    given = platform, (cut.num_rows, options.embed_dim), sizes, cut.block_rows, dtype
+    given = platform, (cut.num_rows, options.embed_dim), sizes, cut.block_rows, dtype, capability
     over = expert_axes()
     sent = num_parts(over, mesh_shape) > 1
     exchanged = f"tokens gathered over {'+'.join(over)}, results reduce-scattered" if sent else ""
-    refusal = grouped_matmul.no_kernel(*given, capability)
+    refusal = grouped_matmul.no_kernel(*given)
     if refusal is None:
         by = grouped_matmul.kernel_for(*given)
         return Kernel(EXPERTS, _BY[by], _WHY[by], exchanged)

@@ -6,11 +6,13 @@ functions that return the target's values. No other module replaces functions of
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from types import ModuleType
 
+import jax
 from jax._src.cudnn import fused_attention_stablehlo as private
 
+from meshtrain.models.moe import grouped_matmul_gpu, grouped_matmul_mosaic
 from meshtrain.plan.cluster.clusters import Cluster
 
 # The oldest version with score functions (`models/attention/flex.py`). The files in targets/ state 9.10: no file of
@@ -36,17 +38,34 @@ def as_on_target(cluster: Cluster) -> Iterator[None]:
     def equal(capability: str) -> bool:
         return target == _pair(capability)
 
-    with replace_functions(
-        private,
-        check_cudnn_version=lambda: CUDNN_VERSION,
-        check_compute_capability=at_least,
-        is_cuda_compute_capability_equal=equal,
-    ):
+    with contextlib.ExitStack() as stack:
+        if not grouped_matmul_gpu.is_available() and grouped_matmul_mosaic.is_available():
+            # This kernel asks `jax.devices` for the number of multiprocessors of the first device.
+            _, of_weights = grouped_matmul_mosaic.modules()
+            stack.enter_context(replace_functions(of_weights, jax=_WithDevices(cluster.devices)))
+        stack.enter_context(
+            replace_functions(
+                private,
+                check_cudnn_version=lambda: CUDNN_VERSION,
+                check_compute_capability=at_least,
+                is_cuda_compute_capability_equal=equal,
+            )
+        )
         yield
 
 
+class _WithDevices:
+    """The module `jax`, whose function `devices` returns the target's devices."""
+
+    def __init__(self, devices: Sequence[jax.Device]) -> None:
+        self.devices = lambda: devices
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(jax, name)
+
+
 @contextlib.contextmanager
-def replace_functions(module: ModuleType, **functions: Callable[..., int | bool]) -> Iterator[None]:
+def replace_functions(module: ModuleType, **functions: object) -> Iterator[None]:
     """Context manager that replaces functions of a module and restores them afterwards.
 
     Args:

@@ -123,6 +123,9 @@ def open_cluster(text: str) -> Cluster:
     if name in GPUS:
         _require_gpu_compiler(text)
         # A GPU topology is written as slices x hosts x GPUs per host.
+        if plugin := importlib.util.find_spec("jax_cuda12_plugin"):  # has the runtime that Mosaic's kernels link to
+            runtime = Path(str(plugin.origin)).parent / "libmosaic_gpu_runtime.so"
+            os.environ.setdefault("MOSAIC_GPU_RUNTIME_LIB_PATH", str(runtime))
         target = (TARGETS / f"{name}.txtpb").read_text()
         topology = f"1x{sizes[0]}x{sizes[1]}"
         gpus = _describe(text, partial(get_topology_desc, platform="cuda", target_config=target, topology=topology))

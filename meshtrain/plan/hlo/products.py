@@ -22,7 +22,7 @@ LHS_CONTRACTED = re.compile(r'"lhs_contracting_dimensions":\s*\[([^\]]*)\]')
 LHS_BATCH = re.compile(r'"lhs_batch_dimensions":\s*\[([^\]]*)\]')
 # The names that `models/moe/grouped_matmul_gpu.py` and `models/moe/grouped_matmul_tpu.py` give their kernels.
 GROUPED = re.compile(r"\b(times|weights)_of_blocks\b")
-GROUPED_TARGETS = ("__gpu$xla.gpu.triton", "triton_kernel_call_ffi", "tpu_custom_call")
+GROUPED_TARGETS = ("__gpu$xla.gpu.triton", "triton_kernel_call_ffi", "mosaic_gpu_v2", "tpu_custom_call")
 WINDOW = re.compile(r"window=\{([^}]*)\}")
 WINDOW_FIELD = re.compile(r"(\w+)=([\dx_\-]+)")
 DIM_LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
