@@ -44,6 +44,22 @@ def test_kernels_of_a_part_move_arrays_between_them_for_nothing():
     assert mlp.recomputed_seconds == mlp.seconds > 0
 
 
+@pytest.mark.parametrize(
+    "path, is_recomputed",
+    [
+        ("jvp()/while/body/eval_jaxpr/jvp(Layer)/mlp/mul", False),
+        ("transpose(jvp())/while/body/eval_jaxpr/transpose(jvp(Layer))/mlp/mul", False),
+        ("transpose(jvp())/while/body/eval_jaxpr/jvp(Layer)/mlp/mul", True),
+        ("transpose(jvp())/while/body/checkpoint/rematted_computation/Layer/mlp/mul", True),
+    ],
+)
+def test_a_forward_pass_inside_of_the_backward_pass_is_recomputed(path, is_recomputed):
+    text = recorded.entry("%x = f32[1024]{0} parameter(0)", f"%a = f32[1024]{{0}} negate(%x), {scope(path)}")
+    [row] = kernels.kernels_by_part(parse.read(text), H100, streams.Assumptions())
+    assert row.part == "Layer/mlp"
+    assert (row.recomputed_seconds > 0) is is_recomputed
+
+
 def test_kernels_take_the_seconds_of_the_simulated_step():
     program = parse.read(recorded.GPU_LOOPS)
     [row] = kernels.kernels_by_part(program, H100, streams.Assumptions())

@@ -21,6 +21,8 @@ PRODUCTS, ATTENTION = "matrix products", "attention kernels"
 OUTSIDE = "gradients and optimizer"  # operations outside of the loss and its backward pass
 LOSS = "loss, other"  # operations of the loss without a scope
 RECOMPUTED = "rematted_computation"  # `jax.checkpoint` adds this scope to the operations that it repeats
+# A forward pass inside of a backward pass, which the layers of `models.split` repeat.
+FORWARD_IN_BACKWARD = re.compile(r"transpose\(.*/jvp\(")
 OP_NAME = re.compile(r'op_name="([^"]*)"')
 # Components of a scope that name a transformation or a loop.
 WRAPPER = re.compile(r"^(?:\w+\(.*\)|while|body|cond|branch_\d+_fun|checkpoint|eval_jaxpr|closed_call|shard_map)$")
@@ -109,7 +111,8 @@ def _kernels(streams: Streams, body: list[Instruction], shapes: Mapping[str, str
             part = PRODUCTS
         moved = bytes_moved(line, inner, shapes, program.shares) if inner else 0.0
         seconds = streams.operation(line, shapes)[0]
-        yield _Kernel(line, part, "transpose(" in scope, RECOMPUTED in scope, seconds, moved)
+        is_recomputed = RECOMPUTED in scope or FORWARD_IN_BACKWARD.search(scope) is not None
+        yield _Kernel(line, part, "transpose(" in scope, is_recomputed, seconds, moved)
 
 
 def _part(scope: str) -> str:
