@@ -17,7 +17,7 @@ case "$*" in
   "-I -m venv "*) mkdir -p "$4/bin" && cp "$0" "$4/bin/python" && echo "venv $4" >>"$FAKE_LOG" ;;
   *"-m pip install"*" $FAKE_CONSTRAINTS --editable "*) echo "pip ${!#}" >>"$FAKE_LOG"; exit "${FAKE_PIP:-0}" ;;
   *"-m pip install"*) echo "newest ${!#}" >>"$FAKE_LOG"; exit "${FAKE_PIP:-0}" ;;
-  *) echo "run $*" >>"$FAKE_LOG" ;;
+  *) echo "run${JAX_REMAT3:+ with jax_remat3} $*" >>"$FAKE_LOG" ;;
 esac
 """
 PROGRAMS = "bash cat cut dirname env find flock grep mkdir cp rm sha256sum sort tail timeout"
@@ -204,15 +204,18 @@ def test_a_python_that_only_pyenv_knows_is_found(machine):
 
 def test_what_depends_on_jax_is_there(machine):
     """pytest refuses a test that is not there: in an hour of CI that would be late."""
-    [call] = [call for call in machine.run("test", "--jax", "-x")[2] if call.startswith("run")]
-    assert call.startswith("run -m pytest -n 2 --dist loadgroup tests/parity/")
-    assert call.endswith(" -x")
+    first, again = [call for call in machine.run("test", "--jax", "-x")[2] if call.startswith("run")]
+    assert first.startswith("run -m pytest -n 2 --dist loadgroup tests/parity/")
+    assert again.startswith("run with jax_remat3 -m pytest -n 2 --dist loadgroup tests/sharding/")
+    assert first.endswith(" -x")
+    assert again.endswith(" -x")
     assert machine.run("test", "--newest", "-x")[2] == [
         f"venv {machine.root}/.venv-newest",
         f"newest {machine.root}[dev]",
-        call,
+        first,
+        again,
     ]
-    for name in (word for word in call.split() if word.startswith("tests/")):
+    for name in (word for word in f"{first} {again}".split() if word.startswith("tests/")):
         path, _, function = name.partition("[")[0].partition("::")
         assert (ROOT / path).exists(), path
         assert not function or f"def {function}(" in (ROOT / path).read_text(), name
