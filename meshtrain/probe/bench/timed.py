@@ -23,9 +23,10 @@ from meshtrain.probe.bench.operations import base, expected, operation, shift
 
 NUM_ROUNDS = 7
 _MOST_REPEATS, _LEAST_REPEATS, _REPEATED_BYTES = 51, 5, 2**26  # repeats are odd: one collective, and then pairs
-# These collectives write their result to another buffer than their input. With two of them in the loop body, the result
-# is in the first buffer again; with one, each iteration would copy the array. Other collectives compute in place.
-_IN_PAIRS = ("all-to-all", "collective-permute")
+# These collectives write their result to another buffer than their input; all-reduces do so for small arrays, on GPUs
+# since jaxlib 0.12. With two of them in the loop body, the result is in the first buffer again; with one, each
+# iteration would copy the array. Other collectives compute in place.
+_IN_PAIRS = ("all-reduce", "all-to-all", "collective-permute")
 _ITEM_BYTES = 4  # float32
 Index: TypeAlias = Any  # index of a shard in its array: a slice of each dim; JAX's own type also has None
 
