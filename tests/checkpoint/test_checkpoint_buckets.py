@@ -196,6 +196,7 @@ def test_without_rights_to_write_a_save_fails_in_one_line(bucket_server):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_network_that_is_gone_delays_a_save_and_after_minutes_fails_it_alone(
     bucket_server, bucket, monkeypatch, capsys
 ):

@@ -442,6 +442,9 @@ READERS = (
 
 # Functions that read something else than content that others may have changed, or that another check has read: why.
 ELSEWHERE = {
+    "agree/record.py:read": "tests/agree/test_agree_record.py damages records",
+    "agree/record.py:write": "encodes the record's own text",
+    "agree/sides.py:nudged": "decodes a hash of its own",
     "cli/flags.py:load": "a configuration is a program: Python's own errors are reported with its line",
     "config/__main__.py:copy": "copies a file of the package",
     "data/prepare.py:prepare": "the bytes of a tokenizer.json are hashed and copied",

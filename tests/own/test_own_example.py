@@ -64,6 +64,7 @@ def test_the_command_line_explains_it_and_lists_its_options(capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_example_beats_the_bigram(tmp_path):
     """As README starts it."""
     ended = subprocess.run(

@@ -157,7 +157,7 @@ def test_idle_rows_are_reported_apart(plan, small):
 
 def test_what_is_sent_is_compared_with_idle_rows_and_the_executors_formula(plan, small, monkeypatch):
     made, bounds = plan("cpu:8", small({"data": 2, "pipeline": 2, "tensor": 2})), {}
-    monkeypatch.setattr(findings, "_traffic", lambda axis, bound, rows: [bounds.update({axis: bound})])
+    monkeypatch.setattr(findings, "_traffic", lambda axis, bound, *others: [bounds.update({axis: bound})])
     findings.findings(made)
     assert bounds["data"] == made.minimum["data"]
     assert bounds["tensor"] == made.minimum["tensor"] + made.idle_bytes["tensor"]

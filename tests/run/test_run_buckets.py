@@ -118,5 +118,6 @@ def test_other_commands_read_the_bucket_or_the_workdir_that_names_it(ran, run, b
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_two_processes_without_a_common_folder_are_killed_and_go_on(bucket_server, tmp_path):
     assert "1 kills of two processes" in program.kills(1, 2.0, tmp_path, bucket_server)

@@ -134,6 +134,7 @@ def test_arrays_are_compared_piece_by_piece():
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_any_processes_schedule_and_level_go_on_with_those_of_any_other(tmp_path):
     """One test for all pairs: two workers that share them out would each train what the pairs have in common."""
     cells = mesh.cells(SAMPLE, tmp_path)

@@ -134,6 +134,7 @@ def worker(launcher, index):
     return None
 
 
+@pytest.mark.long
 def test_any_number_of_processes_gives_the_same_numbers_and_goes_on_with_what_another_has_saved(finished, tmp_path):
     """Two compile on their own, as users' processes do; process 0 compiles for the four."""
     alone = finished(tmp_path / "1", *THREE_AXES, *STEADY, *SIX_STEPS, processes=1, devices=8)
