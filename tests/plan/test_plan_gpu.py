@@ -68,8 +68,6 @@ PIPELINE = llama_on(
     mesh={"pipeline": 8}, sequence_length=2048, batch_size=16, pipeline=PipelineOptions("1f1b", num_microbatches=16)
 )
 INTERLEAVED = dataclasses.replace(PIPELINE, pipeline=PipelineOptions("interleaved_1f1b", 16, 2))
-# Newer compilers refuse some of the table's options, and hide less.
-KNOWS_ALL_OPTIONS = len(compiler_options.options_of("NVIDIA A100-SXM4-80GB")) == len(compiler_options.GPU_OPTIONS)
 NAMED = {"fsdp": FSDP, "tensor": TENSOR, "data": DATA, "1f1b": PIPELINE, "interleaved": INTERLEAVED}
 
 
@@ -94,8 +92,14 @@ def test_fsdp_sends_little_more_than_it_has_to():
 
 
 def test_fsdp_gathers_while_it_multiplies():
-    gathers = [row for row in planned("h100:1x8", FSDP).traffic if row.kind == "all-gather"]
-    assert share_hidden(gathers) >= (0.9 if KNOWS_ALL_OPTIONS else 0.3)
+    plan = planned("h100:1x8", FSDP)
+    layers, table = weights(plan)
+    # The first product of an iteration (queries, keys and values), the look-up and the head wait for their weights.
+    # With LARGE_GPU_OPTIONS, XLA gathers for the next iteration, but hides only 43 %, and the step takes 4 % longer.
+    attention = plan.compiled.assembly.state.params["layers"]["attention"]
+    first = sum(attention[name].size for name in ("query", "key", "value"))
+    gathers = [row for row in plan.traffic if row.kind == "all-gather"]
+    assert share_hidden(gathers) == pytest.approx(2 * (layers - first) / (2 * layers + 2 * table), rel=0.01)
 
 
 def test_fsdp_gathers_what_theory_says():
@@ -181,7 +185,7 @@ def test_on_an_a100_the_options_hide_what_nothing_hides_without(monkeypatch):
     bare = compiling.compile_step(FSDP, planner.shape_on(FSDP, target), target)
     rows = traffic(collectives(parse.read(bare.text), dict(bare.assembly.mesh.shape)))
     assert share_hidden(rows) < 0.1
-    assert hidden > (0.8 if KNOWS_ALL_OPTIONS else 0.3)
+    assert hidden > 0.3
 
 
 def share_hidden(rows):
@@ -192,9 +196,8 @@ def test_all_but_one_layer_of_the_gradients_are_hidden_by_the_backward_loop():
     config = resolve(runpy.run_path(str(ROOT / "configs" / "gpt2_124m.py"))["get_config"](), reads_data=False)
     plan = planned("h100:2x4", dataclasses.replace(config, remat=RematOptions()))
     assert config.accumulation_steps == 4
-    if KNOWS_ALL_OPTIONS:
-        assert plan.layer_gradients.overlapped_fraction == pytest.approx(11 / 12)
-        assert share_hidden(plan.traffic) > 0.58
+    assert plan.layer_gradients.overlapped_fraction == pytest.approx(11 / 12)
+    assert share_hidden(plan.traffic) > 0.58
     assert sum(row.wire_bytes for row in plan.traffic) == pytest.approx(plan.minimum["data"], rel=1e-3)
     assert f"{plan.layer_gradients.overlapped_fraction:.0%} of the bytes overlap products" in text_report.text(plan)
     assert text_report.to_json(plan)["layer_gradients"]["wire_bytes"] == plan.layer_gradients.wire_bytes
@@ -291,8 +294,7 @@ def test_late_gradients_are_reduced_beside_the_whole_step():
     made = planned("h100:2x4", small({"data": 8}, reduction=ReductionOptions("one_step_late")))
     [row] = [row for row in made.traffic if row.kind == "all-reduce"]
     assert row.wire_bytes == pytest.approx(made.minimum["data"], rel=0.01)
-    if KNOWS_ALL_OPTIONS:
-        assert row.overlapped_fraction > 0.8
+    assert row.overlapped_fraction > 0.8
 
 
 LONG = dataclasses.replace(small().model, embed_dim=256, mlp_dim=512, head_dim=64, num_kv_heads=2)
