@@ -15,7 +15,6 @@ WORDS = [
 ]
 
 
-@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
 def test_kernels_of_attention_and_experts_are_compiled_for_one_gpu():
     config, _ = parse(["--config=configs/experts.py", *(f"--config.{word}" for word in WORDS)], reads_data=False)
     cluster = open_cluster("h100:1x1")

@@ -15,9 +15,7 @@ from meshtrain.step.precision import PrecisionOptions
 from scripts.benchmarks import attention
 from scripts.benchmarks.attention import compiled, temporary_bytes
 
-# Pallas-Triton is deprecated since JAX 0.11; the reports of `models/fallback.py` are about its removal.
-IGNORED = "ignore:The Pallas Triton backend is deprecated:DeprecationWarning"
-pytestmark = [pytest.mark.gpu_compiler, pytest.mark.filterwarnings(IGNORED)]
+pytestmark = pytest.mark.gpu_compiler
 
 
 @pytest.mark.parametrize("way", ["triton", "flex", "blockwise"])
